@@ -1,0 +1,31 @@
+"""Errors that a person sees, each one sentence that names the values.
+
+DynaServeError
+├── ConfigError        a command cannot start as asked (exit status 2)
+├── BadRequest         the request can never run as asked (HTTP 400)
+└── NoInstance         no instance takes new work (HTTP 503)
+"""
+
+from __future__ import annotations
+
+
+class DynaServeError(Exception):
+    """Base class; `status` is the HTTP status."""
+
+    status = 500
+
+
+class ConfigError(DynaServeError):
+    """An option, or an instance named by it, does not fit."""
+
+
+class BadRequest(DynaServeError):
+    """A value in the request is outside its range."""
+
+    status = 400
+
+
+class NoInstance(DynaServeError):
+    """No instance of the fleet accepts new requests."""
+
+    status = 503

@@ -1,0 +1,77 @@
+"""The instances that a front-end serves with: asking them who they are, and whether they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from dynaserve.errors import ConfigError
+from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load
+
+_MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
+
+
+@dataclass
+class Instance:
+    """instance_id: its URL, without a trailing slash; the same name everywhere (records, metrics, errors)."""
+
+    instance_id: str
+    description: InstanceDescription
+    load: Load | None = None
+
+
+def describe(url: str, timeout_s: float = 10.0) -> InstanceDescription:
+    """Asks an instance who it is; raises ConfigError in one sentence if it does not answer as one."""
+    try:
+        answer = httpx.get(f"{url}/dynaserve/instance", timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"instance {url} does not answer: {error}") from error
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise ConfigError(f"instance {url} is not a DynaServe instance: start it with `vllm serve MODEL --plugin dynaserve`")
+    if answer.is_error:
+        raise ConfigError(f"instance {url} answers HTTP {answer.status_code}: {answer.text[:200]}")
+    try:
+        return msgspec.json.decode(answer.content, type=InstanceDescription)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"instance {url} describes itself in another format (version mismatch?): {error}") from error
+
+
+def join(model: str, urls: Sequence[str]) -> list[Instance]:
+    """The fleet of these URLs, in their order; raises ConfigError, naming both values, where two do not fit."""
+    names = [url.rstrip("/") for url in urls]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"an instance is named twice: {' '.join(names)}")
+    instances = [Instance(name, describe(name)) for name in names]
+    for instance in instances:
+        check(model, instance, instances[0])
+    return instances
+
+
+def check(model: str, instance: Instance, first: Instance) -> None:
+    """Raises ConfigError if `instance` serves something else than `model`, or cannot exchange KV with `first`."""
+    name, ours, theirs = instance.instance_id, first.description, instance.description
+    if theirs.protocol_version != PROTOCOL_VERSION:
+        raise ConfigError(f"instance {name} speaks protocol {theirs.protocol_version}, this front-end {PROTOCOL_VERSION}")
+    if theirs.model != model:
+        raise ConfigError(f"instance {name} serves model {theirs.model}, this front-end {model}")
+    for field in _MUST_BE_EQUAL:
+        if (mine := getattr(ours, field)) != (other := getattr(theirs, field)):
+            raise ConfigError(f"{field} differs: {first.instance_id} has {mine}, {name} has {other}")
+    for mine, other in zip(ours.workers, theirs.workers, strict=True):
+        if mine.kv_layout != other.kv_layout:
+            raise ConfigError(f"KV layout differs: {first.instance_id} has {mine.kv_layout}; {name} has {other.kv_layout}")
+
+
+def choose_transport(instances: Sequence[Instance], wanted: str | None) -> str:
+    """The transport for hand-offs: `wanted`, or the first one of the first instance that all others offer as well."""
+    offered = [list(worker.endpoint.transports) for instance in instances for worker in instance.description.workers]
+    common = [name for name in offered[0] if all(name in names for names in offered)]
+    if wanted is None and common:
+        return common[0]
+    if wanted is None or wanted not in common:
+        per_instance = "; ".join(f"{i.instance_id}: {', '.join(i.description.workers[0].endpoint.transports)}" for i in instances)
+        raise ConfigError(f"no common transport{f' {wanted}' if wanted else ''}: {per_instance}")
+    return wanted

@@ -1,0 +1,298 @@
+"""The transfer agent of one worker process: carries out what `sender` and `receiver` decide.
+
+One control thread owns the ZeroMQ sockets and both state machines; for every peer one thread pushes and, on
+two-sided transports, one thread receives.  The engine's thread talks to the agent through `submit` and `take_results` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from dynaserve.kv_transfer import receiver as rx
+from dynaserve.kv_transfer import sender as tx
+from dynaserve.kv_transfer.transport import Transport, TransportError, WorkerEndpoint
+from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Message, Revoke
+
+logger = logging.getLogger(__name__)
+
+Command = tx.Ready | tx.Retract | tx.Stop | rx.Expect | rx.Cancel
+"""What the engine's thread may submit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """Sets `reached` once no block of these transfers is being read."""
+
+    transfer_ids: tuple[str, ...]
+    reached: threading.Event
+
+
+_Event = tx.Event | rx.Event | _Rest
+
+
+class TransferReport(msgspec.Struct, frozen=True):
+    """Blocks that have left (`kind="sent"`) or arrived (`kind="received"`).
+
+    before_end: sent while the sender was still computing. at_s: wall clock of this machine, seconds since the epoch.
+    """
+
+    transfer_id: str
+    kind: str
+    blocks: int
+    bytes: int
+    before_end: bool
+    at_s: float
+
+
+@dataclass
+class Results:
+    """What happened since the last `take_results`. lost_blocks: ids of local blocks that were granted and never arrived."""
+
+    sending_stopped: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
+    lost_blocks: list[int] = field(default_factory=list)
+    reports: list[TransferReport] = field(default_factory=list)
+
+
+class Agent:
+    """Moves blocks for one worker. `transports` by name; the agent closes them.
+
+    worker_id: unique per start of the process. host: address to bind the control socket to.
+    block_bytes: of one block over all layers.
+    """
+
+    def __init__(self, worker_id: str, host: str, block_bytes: int, transports: Mapping[str, Transport]) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.linger = 0
+        port = self._inbox.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = WorkerEndpoint(
+            worker_id, f"tcp://{host}:{port}", {name: transport.address() for name, transport in transports.items()}
+        )
+        self.dropped_messages = 0
+        self._transports = transports
+        self._block_bytes = block_bytes
+        one_sided = frozenset(name for name, transport in transports.items() if transport.one_sided)
+        self._sender = tx.Sender(worker_id, one_sided)
+        self._receiver = rx.Receiver(self.endpoint, one_sided)
+        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._peers: dict[str, WorkerEndpoint] = {}
+        self._lanes: dict[tuple[str, str], ThreadPoolExecutor] = {}
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._resting: list[_Rest] = []
+        self._lock = threading.Lock()
+        self._results = Results()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dynaserve-transfer", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """Thread-safe; returns at once. Raises RuntimeError if the control thread has died."""
+        self._post(command)
+
+    def retract(self, transfer_ids: Sequence[str]) -> None:
+        """Returns when no block of these transfers is being read: call it before their blocks are overwritten."""
+        rest = _Rest(tuple(transfer_ids), threading.Event())
+        for transfer_id in transfer_ids:
+            self._post(tx.Retract(transfer_id))
+        self._post(rest)
+        while not rest.reached.wait(timeout=1.0):
+            self._check()
+
+    def take_results(self) -> Results:
+        with self._lock:
+            results, self._results = self._results, Results()
+        return results
+
+    def open_transfers(self) -> Counter[str]:
+        """How many transfers each half knows of; for the record and for tests. A snapshot, without a lock."""
+        return Counter(sending=len(self._sender.transfers), receiving=len(self._receiver.transfers))
+
+    def close(self) -> None:
+        """Ends all threads and transports; what is under way is lost. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self._events.put(None)
+        self._wake()
+        self._thread.join()
+        for transport in self._transports.values():
+            transport.close()
+        for lane in self._lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
+        self._context.destroy(linger=0)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the transfer agent of this worker has died") from self._failure
+
+    def _post(self, event: _Event) -> None:
+        self._check()
+        self._events.put(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is about to wake up anyway
+            os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            logger.exception("the transfer agent died")
+            self._failure = error
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            if self._inbox in ready:
+                self._read_inbox()
+            if not self._handle_events():
+                return
+
+    def _read_inbox(self) -> None:
+        while True:
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(self._decoder.decode(frame))
+            except msgspec.MsgspecError as error:
+                self.dropped_messages += 1
+                logger.warning("dropped a malformed transfer message of %d bytes: %s", len(frame), error)
+
+    def _handle_events(self) -> bool:
+        while not self._events.empty():
+            event = self._events.get()
+            if event is None:
+                return False
+            self._handle(event)
+        for rest in [rest for rest in self._resting if not any(map(self._sender.is_in_flight, rest.transfer_ids))]:
+            self._resting.remove(rest)
+            rest.reached.set()
+        return True
+
+    def _handle(self, event: _Event) -> None:
+        match event:
+            case _Rest():
+                self._resting.append(event)
+            case tx.Ready() | tx.PushDone() | tx.PushFailed() | tx.Retract() | tx.Stop() | Grant() | Done() | Revoke():
+                for instruction in self._sender.handle(event):
+                    self._send_side(instruction)
+            case rx.Expect() | Blocks() | rx.Landed() | rx.ReceiveFailed() | rx.Cancel() | Broken() | Closed():
+                if isinstance(event, rx.Expect):
+                    self._peers[event.sender.worker_id] = event.sender
+                for received in self._receiver.handle(event):
+                    self._receive_side(received)
+
+    def _send_side(self, instruction: tx.Instruction) -> None:
+        match instruction:
+            case tx.Tell(peer=peer, message=message):
+                self._tell(peer, message)
+            case tx.Push(receiver=peer):
+                self._on_lane("push", peer, lambda: self._push(instruction))
+            case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end):
+                self._report(TransferReport(transfer_id, "sent", blocks, blocks * self._block_bytes, before_end, time.time()))
+            case tx.SendingStopped(transfer_id=transfer_id):
+                with self._lock:
+                    self._results.sending_stopped.append(transfer_id)
+
+    def _receive_side(self, instruction: rx.Instruction) -> None:
+        match instruction:
+            case tx.Tell(peer=peer, message=message):
+                self._tell(peer, message)
+            case rx.Receive(sender=peer):
+                self._on_lane("receive", peer, lambda: self._receive(instruction))
+            case rx.Discard(sender_id=sender_id, transport=name, num_blocks=num_blocks):
+                self._discard(sender_id, name, num_blocks)
+            case rx.Arrived(transfer_id=transfer_id, num_blocks=blocks):
+                self._report(TransferReport(transfer_id, "received", blocks, blocks * self._block_bytes, False, time.time()))
+            case rx.Received(transfer_id=transfer_id, lost_blocks=lost):
+                with self._lock:
+                    self._results.received.append(transfer_id)
+                    self._results.lost_blocks.extend(lost)
+
+    def _report(self, report: TransferReport) -> None:
+        with self._lock:
+            self._results.reports.append(report)
+
+    def _tell(self, peer: WorkerEndpoint, message: Message) -> None:
+        outbox = self._outboxes.get(peer.worker_id)
+        if outbox is None:
+            outbox = self._outboxes[peer.worker_id] = self._context.socket(zmq.PUSH)
+            outbox.linger = 0
+            outbox.connect(peer.control)
+        outbox.send(msgspec.msgpack.encode(message))
+
+    def _on_lane(self, direction: str, peer: WorkerEndpoint, task: Callable[[], None]) -> None:
+        """Runs tasks of one direction and peer in order, beside all others."""
+        key = (direction, peer.worker_id)
+        if key not in self._lanes:
+            self._lanes[key] = ThreadPoolExecutor(1, thread_name_prefix=f"dynaserve-{direction}")
+        self._lanes[key].submit(task)
+
+    def _push(self, push: tx.Push) -> None:
+        try:
+            if push.fence is not None:
+                push.fence()
+            self._transport(push.transport).push(push.receiver, push.local_blocks, push.remote_blocks)
+        except Exception as error:
+            logger.warning("push of transfer %s failed: %s", push.transfer_id, error, exc_info=not isinstance(error, TransportError))
+            if push.transport in self._transports:
+                self._transports[push.transport].drop(push.receiver)
+            self._post(tx.PushFailed(push.transfer_id, str(error)))
+        else:
+            self._post(tx.PushDone(push.transfer_id))
+
+    def _receive(self, receive: rx.Receive) -> None:
+        try:
+            self._transports[receive.transport].receive(receive.sender, receive.local_blocks)
+        except Exception as error:
+            logger.warning("receive of transfer %s failed: %s", receive.transfer_id, error, exc_info=not isinstance(error, TransportError))
+            self._transports[receive.transport].drop(receive.sender)
+            self._post(rx.ReceiveFailed(receive.transfer_id, str(error)))
+        else:
+            self._post(rx.Landed(receive.transfer_id, receive.indexes))
+
+    def _discard(self, sender_id: str, name: str, num_blocks: int) -> None:
+        peer = self._peers.get(sender_id)
+        if peer is None or name not in self._transports:
+            self.dropped_messages += 1
+            return
+
+        def discard() -> None:
+            try:
+                self._transports[name].discard(peer, num_blocks)
+            except TransportError as error:
+                logger.warning("refused blocks of %s: %s", sender_id, error)
+                self._transports[name].drop(peer)
+
+        self._on_lane("receive", peer, discard)
+
+    def _transport(self, name: str) -> Transport:
+        try:
+            return self._transports[name]
+        except KeyError:
+            raise TransportError(f"transport {name!r} is not one of this worker's: {', '.join(self._transports)}") from None

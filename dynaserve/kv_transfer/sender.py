@@ -1,0 +1,249 @@
+"""The sending half of a KV transfer: which block may leave when.
+
+    (unknown) --Ready or Granted--> OPEN --Stop--> STOPPED --Done or Revoke--> (forgotten)
+
+A block leaves once it is both *ready* (A has computed it) and *granted* (B has a place for it); one push per
+transfer is in flight at a time.  Pure: events in, instructions out; `agent.Agent` carries them out.
+The state and failure tables are in docs/kv_transfer.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Message, Revoke
+
+MAX_BLOCKS_PER_PUSH = 32
+"""Bounds how long one transfer keeps the channel to a peer, and so how long another one waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A has computed blocks `first_index ...`, which lie in `block_ids`; `final`: they end at the hand-off point.
+
+    fence: waits until the device has written them (None where the forward pass is already complete).
+    """
+
+    transfer_id: str
+    first_index: int
+    block_ids: tuple[int, ...]
+    final: bool
+    fence: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushDone:
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    transfer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    """A's blocks are about to be overwritten (preemption): forget those that have not left."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A's request is over: nothing more leaves; say when its blocks are not being read any more."""
+
+    transfer_id: str
+
+
+Event = Ready | PushDone | PushFailed | Retract | Stop | Grant | Done | Revoke
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    transfer_id: str
+    receiver: WorkerEndpoint
+    transport: str
+    indexes: tuple[int, ...]
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+    fence: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    peer: WorkerEndpoint
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """For the record: these blocks have left; `before_end`: while A was still computing."""
+
+    transfer_id: str
+    num_blocks: int
+    before_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendingStopped:
+    """A's blocks of this transfer are not being read any more."""
+
+    transfer_id: str
+
+
+Instruction = Push | Tell | Sent | SendingStopped
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One transfer. `ready` holds only blocks that have not left."""
+
+    ready: dict[int, int] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+    fence: Callable[[], None] | None = None
+    grant: Grant | None = None
+    in_flight: tuple[int, ...] = ()
+    final: bool = False
+    stopped: bool = False
+    broken: bool = False
+    revoked_by: WorkerEndpoint | None = None
+
+    def granted_block(self, index: int) -> int | None:
+        if self.grant is None or not 0 <= index - self.grant.first_index < len(self.grant.block_ids):
+            return None
+        return self.grant.block_ids[index - self.grant.first_index]
+
+
+@dataclass
+class Sender:
+    """All outgoing transfers of one worker.
+
+    worker_id: of this worker. one_sided: names of the transports whose pushes land without the receiver's help.
+    """
+
+    worker_id: str
+    one_sided: frozenset[str]
+    transfers: dict[str, Outgoing] = field(default_factory=dict)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        transfer_id = event.transfer_id
+        match event:
+            case Ready():
+                return self._on_ready(event)
+            case Grant():
+                self.transfers.setdefault(transfer_id, Outgoing()).grant = event
+                return self._advance(transfer_id)
+            case PushDone():
+                return self._on_push_done(transfer_id)
+            case PushFailed(reason=reason):
+                return self._on_push_failed(transfer_id, reason)
+            case Retract():
+                if transfer := self.transfers.get(transfer_id):
+                    transfer.ready.clear()
+                    transfer.final = False
+                return []
+            case Stop():
+                return self._on_stop(transfer_id)
+            case Done():
+                if transfer := self.transfers.get(transfer_id):
+                    transfer.grant = None
+                    self._forget_if_over(transfer_id)
+                return []
+            case Revoke(receiver=receiver):
+                return self._on_revoke(transfer_id, receiver)
+
+    def is_in_flight(self, transfer_id: str) -> bool:
+        transfer = self.transfers.get(transfer_id)
+        return transfer is not None and bool(transfer.in_flight)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where a block is both sent and waiting, or an ungranted one is in flight."""
+        for transfer_id, transfer in self.transfers.items():
+            assert not transfer.sent & transfer.ready.keys(), (transfer_id, "a sent block is ready again")
+            assert not transfer.sent & set(transfer.in_flight), (transfer_id, "a sent block is in flight again")
+            assert not (transfer.stopped and transfer.ready), (transfer_id, "a stopped transfer has blocks to send")
+
+    def _on_ready(self, event: Ready) -> list[Instruction]:
+        transfer = self.transfers.setdefault(event.transfer_id, Outgoing())
+        if transfer.stopped or transfer.broken:
+            return []
+        for index, block in enumerate(event.block_ids, start=event.first_index):
+            if index not in transfer.sent and index not in transfer.in_flight:
+                transfer.ready[index] = block
+        transfer.fence = event.fence
+        transfer.final |= event.final
+        return self._advance(event.transfer_id)
+
+    def _advance(self, transfer_id: str) -> list[Instruction]:
+        transfer = self.transfers[transfer_id]
+        if transfer.in_flight or transfer.grant is None or transfer.stopped or transfer.revoked_by is not None:
+            return []
+        indexes = sorted(index for index in transfer.ready if transfer.granted_block(index) is not None)[:MAX_BLOCKS_PER_PUSH]
+        if not indexes:
+            return []
+        grant = transfer.grant
+        transfer.in_flight = tuple(indexes)
+        push = Push(
+            transfer_id,
+            grant.receiver,
+            grant.transport,
+            indexes=tuple(indexes),
+            local_blocks=tuple(transfer.ready.pop(index) for index in indexes),
+            remote_blocks=tuple(grant.block_ids[index - grant.first_index] for index in indexes),
+            fence=transfer.fence,
+        )
+        if grant.transport in self.one_sided:
+            return [push]
+        return [Tell(grant.receiver, Blocks(transfer_id, self.worker_id, grant.transport, indexes)), push]
+
+    def _on_stop(self, transfer_id: str) -> list[Instruction]:
+        transfer = self.transfers.setdefault(transfer_id, Outgoing())
+        transfer.stopped = True
+        transfer.ready.clear()
+        return [] if transfer.in_flight else self._settle(transfer_id)
+
+    def _on_push_done(self, transfer_id: str) -> list[Instruction]:
+        transfer = self.transfers[transfer_id]
+        grant, indexes = transfer.grant, transfer.in_flight
+        transfer.in_flight = ()
+        transfer.sent.update(indexes)
+        done: list[Instruction] = [Sent(transfer_id, len(indexes), before_end=not transfer.final)]
+        if grant is not None and grant.transport in self.one_sided:
+            done.append(Tell(grant.receiver, Blocks(transfer_id, self.worker_id, grant.transport, list(indexes))))
+        return done + (self._settle(transfer_id) or self._advance(transfer_id))
+
+    def _on_push_failed(self, transfer_id: str, reason: str) -> list[Instruction]:
+        transfer = self.transfers[transfer_id]
+        transfer.in_flight = ()
+        transfer.ready.clear()
+        transfer.broken = True
+        tell: list[Instruction] = [Tell(transfer.grant.receiver, Broken(transfer_id, reason))] if transfer.grant else []
+        return tell + self._settle(transfer_id)
+
+    def _on_revoke(self, transfer_id: str, receiver: WorkerEndpoint) -> list[Instruction]:
+        transfer = self.transfers.get(transfer_id)
+        if transfer is None:
+            return [Tell(receiver, Closed(transfer_id))]
+        transfer.revoked_by = receiver
+        return [] if transfer.in_flight else self._settle(transfer_id)
+
+    def _settle(self, transfer_id: str) -> list[Instruction]:
+        """Answers whoever waits for the transfer to come to rest; called only when nothing is in flight."""
+        transfer = self.transfers[transfer_id]
+        answers: list[Instruction] = []
+        if transfer.revoked_by is not None:
+            answers.append(Tell(transfer.revoked_by, Closed(transfer_id)))
+            transfer.grant = transfer.revoked_by = None
+            transfer.broken = True
+        if transfer.stopped:
+            answers.append(SendingStopped(transfer_id))
+            self._forget_if_over(transfer_id)
+        return answers
+
+    def _forget_if_over(self, transfer_id: str) -> None:
+        transfer = self.transfers[transfer_id]
+        if transfer.stopped and transfer.grant is None and not transfer.in_flight:
+            del self.transfers[transfer_id]

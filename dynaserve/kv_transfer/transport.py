@@ -1,0 +1,108 @@
+"""How KV blocks get from one worker's paged cache into another's.
+
+One `Transport` object lives in each worker process.  It moves *whole blocks as bytes*: on CPUs the
+inside of a block depends on the instruction set, so a slice of tokens means nothing to a peer.
+
+Two kinds of transport exist:
+
+* one-sided (`one_sided = True`, Mooncake): `push` writes straight into the peer's cache; the peer does
+  nothing and learns from a control message, sent after the write, that the blocks are there.
+* two-sided (torch.distributed): `push` only completes while the peer is in `receive`; the control
+  message that names the blocks therefore travels *before* the data.
+
+Threads: for one peer, `push` is called by one thread at a time, and `receive` by one thread at a time;
+these two threads differ, and threads of different peers run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TransportError(Exception):
+    """A push or a receive that did not complete; the sentence names the peer and the cause."""
+
+
+class TransportUnavailable(Exception):
+    """The transport cannot run on this machine; the sentence says what is missing and how to get it."""
+
+
+class WorkerEndpoint(msgspec.Struct, frozen=True):
+    """Everything that a peer needs to reach one worker process.
+
+    worker_id: unique for every start of the process, so a restarted worker is never taken for its predecessor.
+    control: ZeroMQ address (`tcp://host:port`) of the worker's transfer agent.
+    transports: address per transport name, as `Transport.address()` returned it.
+    """
+
+    worker_id: str
+    control: str
+    transports: dict[str, str]
+
+
+@dataclass(frozen=True)
+class KvLayers:
+    """The paged KV cache of one worker, as bytes.
+
+    layers: one uint8 tensor per layer, shape [num_blocks, block_bytes of that layer], a view (never a
+        copy) of the engine's cache: writing to it changes the cache.
+    """
+
+    layers: Sequence[torch.Tensor]
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.layers[0].shape[0])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(int(layer.shape[1]) for layer in self.layers)
+
+
+class Transport(Protocol):
+    """One way to move blocks. Constructed as `Class(worker_id: str, host: str, kv: KvLayers)`.
+
+    host: the address of this machine that peers use (loopback by default).
+    Raises TransportUnavailable from the constructor where it cannot run.
+    """
+
+    name: str
+    one_sided: bool
+
+    def address(self) -> str:
+        """What a peer must know to push into this worker's cache; an opaque string."""
+        ...
+
+    def push(self, peer: WorkerEndpoint, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+        """Copies local block `local_blocks[i]` into the peer's block `remote_blocks[i]`; blocks until the source may change.
+
+        Raises TransportError. After that the channel to this peer is unusable until `drop(peer)`.
+        """
+        ...
+
+    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int]) -> None:
+        """Two-sided transports: takes the peer's next push into `local_blocks`; returns when the bytes are in place.
+
+        A one-sided transport raises NotImplementedError. Raises TransportError like `push`.
+        """
+        ...
+
+    def discard(self, peer: WorkerEndpoint, num_blocks: int) -> None:
+        """Two-sided transports: takes the peer's next push of `num_blocks` blocks and throws it away, which keeps the channel in step."""
+        ...
+
+    def drop(self, peer: WorkerEndpoint) -> None:
+        """Ends the channels from and to this peer, and only those. A later push opens a new one."""
+        ...
+
+    def close(self) -> None:
+        """Ends all channels and unregisters the memory. Idempotent."""
+        ...

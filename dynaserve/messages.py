@@ -1,0 +1,188 @@
+"""What crosses between the front-end and an instance: msgpack over ZeroMQ, a header of ours and the engine's own frames.
+
+A front-end talks to the gateway of each instance over one DEALER socket.  Engine payloads (`EngineCoreRequest`,
+`EngineCoreOutputs`) are opaque here: `vllm_plugin` encodes them with vLLM's msgpack codec into the frames after the header.
+Nothing on this wire is pickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+
+PROTOCOL_VERSION = 1
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message of a front-end; `frontend_id` is new at every start."""
+
+    frontend_id: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Run this request; stop at `hand_off_at` computed tokens and keep its blocks (None: run to the end). + engine frames.
+
+    transfer_id: names the KV transfer to the beta; None where there is none.
+    """
+
+    request_id: str
+    hand_off_at: int | None = None
+    transfer_id: str | None = None
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """Reserve blocks for `hand_off_at` tokens that `senders` will write; resume at `Continue`. + engine frames.
+
+    senders: the alpha instance's workers by tensor-parallel rank. Answered by `Granted` or `Refused`.
+    """
+
+    request_id: str
+    hand_off_at: int
+    transfer_id: str
+    transport: str
+    senders: list[WorkerEndpoint]
+
+
+class Continue(msgspec.Struct, frozen=True, tag=True):
+    """The alpha has stopped at `hand_off_at` computed tokens, having sampled `output_token_ids`: resume once the KV is there."""
+
+    request_id: str
+    hand_off_at: int
+    output_token_ids: list[int]
+
+
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """Change the hand-off point of a running alpha; None lifts it, so that the instance finishes the request alone."""
+
+    request_id: str
+    hand_off_at: int | None
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """The beta has resumed: the alpha may free its blocks. Nothing more is sent for it but `Ended`."""
+
+    request_id: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop these requests and free what they hold."""
+
+    request_ids: list[str]
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """The front-end is leaving: abort everything of its."""
+
+
+ToInstance = Hello | Run | Announce | Continue | Move | Release | Abort | Bye
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """Blocks are reserved; `cached_tokens` of them come from the instance's own prefix cache and will not be sent."""
+
+    request_id: str
+    cached_tokens: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The request, or the reservation of its blocks, is not taken; nothing is held for it."""
+
+    request_id: str
+    reason: str
+
+
+class Parked(msgspec.Struct, frozen=True, tag=True):
+    """The alpha stands at its hand-off point with all its blocks."""
+
+    request_id: str
+    computed_tokens: int
+
+
+class Resumed(msgspec.Struct, frozen=True, tag=True):
+    """The beta has its KV and its tokens; the alpha is not needed any more."""
+
+    request_id: str
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """KV blocks left (`kind="sent"`) or arrived (`kind="received"`); see `kv_transfer.agent.TransferReport`."""
+
+    request_id: str
+    kind: str
+    blocks: int
+    bytes: int
+    before_end: bool
+    at_s: float
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The micro-request is over on this instance, for whatever reason.
+
+    computed_tokens: run through the model here, repeats included. cached_tokens: taken from the local prefix cache.
+    """
+
+    request_id: str
+    computed_tokens: int
+    cached_tokens: int
+
+
+Event = Granted | Refused | Parked | Resumed | Moved | Ended
+
+
+class Load(msgspec.Struct, frozen=True):
+    """How busy an instance is, as its scheduler counts."""
+
+    running_requests: int
+    waiting_requests: int
+    kv_cache_usage: float
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """One engine step: all events and all tokens of this front-end's requests. + engine frames if there are tokens.
+
+    sent_at_s: monotonic clock of the instance, seconds, to translate the engine's timestamps.
+    """
+
+    events: list[Event]
+    load: Load | None
+    sent_at_s: float
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Hello`: the front-end's messages will be obeyed. instance_epoch: new at every start of the instance."""
+
+    instance_epoch: str
+
+
+FromInstance = Step | Welcome
+
+
+class WorkerDescription(msgspec.Struct, frozen=True):
+    """One worker process. kv_layout: what must be equal for two workers to exchange raw blocks."""
+
+    endpoint: WorkerEndpoint
+    kv_layout: str
+    block_bytes: int
+
+
+class InstanceDescription(msgspec.Struct, frozen=True):
+    """What `GET /dynaserve/instance` tells; a front-end compares it with the other instances and with itself."""
+
+    protocol_version: int
+    instance_epoch: str
+    gateway: str
+    model: str
+    served_model_names: list[str]
+    vllm_version: str
+    dtype: str
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    tensor_parallel_size: int
+    cut_obstacle: str | None
+    """Why no request can be cut on this instance (speculative decoding, several KV groups ...); None: it can."""
+    workers: list[WorkerDescription]

@@ -1,0 +1,85 @@
+"""What was done with each request: the answer of `GET /dynaserve/requests/{request_id}`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class MicroRecord:
+    """One micro-request. computed_tokens: run through the model, repeats included. cached_tokens: prefix-cache hits."""
+
+    instance: str
+    computed_tokens: int | None = None
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass
+class KvRecord:
+    """The KV transfer. bytes_before_alpha_end: had left while the alpha was still computing."""
+
+    transport: str
+    block_bytes: int
+    blocks: int = 0
+    bytes: int = 0
+    bytes_before_alpha_end: int = 0
+    chunks: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass
+class RequestRecord:
+    """One sequence of a request. reason: why it was cut or not. lifted: why an announced hand-off did not happen.
+
+    timeline_ms: milliseconds from arrival to each phase, as the front-end saw it.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    split_token: int | None
+    reason: str
+    output_tokens: int = 0
+    finish_reason: str | None = None
+    lifted: str | None = None
+    alpha: MicroRecord | None = None
+    beta: MicroRecord | None = None
+    kv: KvRecord | None = None
+    timeline_ms: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, phase: str, now_ms: float) -> None:
+        self.timeline_ms.setdefault(phase, round(now_ms, 3))
+
+    @property
+    def recomputed_tokens(self) -> int | None:
+        """Tokens that ran through a model more often than an uncut run needs; None until both sides have ended."""
+        parts = [micro for micro in (self.alpha, self.beta) if micro is not None]
+        if not self.output_tokens or any(micro.computed_tokens is None for micro in parts):
+            return None
+        assert self.alpha is not None
+        needed = self.prompt_tokens + self.output_tokens - 1 - self.alpha.cached_tokens
+        return sum(micro.computed_tokens or 0 for micro in parts) - needed
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"recomputed_tokens": self.recomputed_tokens}
+
+
+class RecordBook:
+    """The last `capacity` requests, by the id that the client saw. A request with n > 1 has several sequences."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._sequences: OrderedDict[str, list[RequestRecord]] = OrderedDict()
+
+    def add(self, record: RequestRecord) -> None:
+        self._sequences.setdefault(record.request_id, []).append(record)
+        while len(self._sequences) > self._capacity:
+            self._sequences.popitem(last=False)
+
+    def find(self, request_id: str) -> list[RequestRecord]:
+        """Sequences of a request; completions of several prompts are found by the id of their common answer."""
+        found = self._sequences.get(request_id)
+        if found is not None:
+            return found
+        return [record for key, records in self._sequences.items() if key.rpartition("-")[0] == request_id for record in records]

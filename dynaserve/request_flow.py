@@ -1,0 +1,241 @@
+"""The life of one request in the front-end: events in, instructions out.
+
+    WHOLE ------------------------------------------------------------> FINISHED
+    ALPHA --Parked--> HANDING_OVER --Resumed--> BETA -----------------> FINISHED
+      \\--Refused--> WHOLE (lifted: the alpha finishes alone)
+
+Pure: no sockets, no clock, no engine.  `vllm_plugin.fleet_client` carries the instructions out.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from dynaserve.global_scheduler import Placement
+from dynaserve.messages import Ended, Granted, Moved, Parked, Refused, Resumed
+from dynaserve.records import KvRecord, MicroRecord, RequestRecord
+
+
+class State(enum.Enum):
+    WHOLE = "whole"
+    ALPHA = "alpha"
+    HANDING_OVER = "handing_over"
+    BETA = "beta"
+    FINISHED = "finished"
+
+
+class Side(enum.Enum):
+    """Which of the two micro-requests."""
+
+    ALPHA = "alpha"
+    BETA = "beta"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Sampled tokens of one step; `finish_reason` is the engine's, None while the request goes on."""
+
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The client left, or a stop string ended the request in the front-end."""
+
+
+Event = Tokens | Granted | Refused | Parked | Resumed | Moved | Ended | ClientGone
+
+
+@dataclass(frozen=True, slots=True)
+class SendRun:
+    instance_id: str
+    hand_off_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendAnnounce:
+    instance_id: str
+    hand_off_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendContinue:
+    instance_id: str
+    hand_off_at: int
+    output_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SendLift:
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease:
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Pass the engine output that carried these tokens on to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the client's stream with an error; the sentence goes to the log."""
+
+    reason: str
+
+
+Instruction = SendRun | SendAnnounce | SendContinue | SendLift | SendRelease | SendAbort | Forward | Fail
+
+
+@dataclass
+class RequestFlow:
+    """One request; `record` is kept up to date. Times are milliseconds since the request arrived."""
+
+    placement: Placement
+    record: RequestRecord
+    state: State = State.WHOLE
+    output_token_ids: list[int] = field(default_factory=list)
+    granted: bool = False
+    parked: bool = False
+    released: bool = False
+    live: set[Side] = field(default_factory=set)
+    """Micro-requests that an instance still knows of."""
+
+    def start(self) -> list[Instruction]:
+        alpha, beta = self.placement.alpha, self.placement.beta
+        self.live.add(Side.ALPHA)
+        self.record.alpha = MicroRecord(alpha.instance_id)
+        if beta is None:
+            return [SendRun(alpha.instance_id, None)]
+        split = self.placement.split_token
+        self.live.add(Side.BETA)
+        self.record.beta = MicroRecord(beta.instance_id)
+        self.state = State.ALPHA
+        return [SendRun(alpha.instance_id, split), SendAnnounce(beta.instance_id, split)]
+
+    @property
+    def over(self) -> bool:
+        """Nobody needs this flow any more."""
+        return self.state is State.FINISHED and not self.live
+
+    def handle(self, side: Side, event: Event, now_ms: float) -> list[Instruction]:
+        match event:
+            case Tokens():
+                return self._on_tokens(side, event, now_ms)
+            case Granted(cached_tokens=cached):
+                self.granted = True
+                self._micro(side).cached_tokens = cached
+                self.record.mark("granted", now_ms)
+                return self._continue_if_ready(now_ms)
+            case Refused(reason=reason):
+                return self._on_refused(side, reason, now_ms)
+            case Parked():
+                self.record.mark("alpha_parked", now_ms)
+                self.parked = True
+                return self._continue_if_ready(now_ms)
+            case Resumed():
+                self.record.mark("beta_resumed", now_ms)
+                if self.state is State.HANDING_OVER:
+                    self.state = State.BETA
+                return self._release()
+            case Moved():
+                self._on_moved(event, now_ms)
+                return []
+            case Ended():
+                return self._on_ended(side, event, now_ms)
+            case ClientGone():
+                return self._finish(None, now_ms)
+
+    def _on_tokens(self, side: Side, tokens: Tokens, now_ms: float) -> list[Instruction]:
+        expected = Side.BETA if self.state in (State.HANDING_OVER, State.BETA) else Side.ALPHA
+        if self.state is State.FINISHED or side is not expected:
+            return []  # late tokens of a micro-request that was released or aborted
+        if not self.output_token_ids and tokens.token_ids:
+            self.record.mark("first_token", now_ms)
+        self.output_token_ids += tokens.token_ids
+        self.record.output_tokens = len(self.output_token_ids)
+        self._micro(side).output_tokens += len(tokens.token_ids)
+        if tokens.finish_reason is None:
+            return [Forward()]
+        return [Forward(), *self._finish(tokens.finish_reason, now_ms, finished=side)]
+
+    def _continue_if_ready(self, now_ms: float) -> list[Instruction]:
+        if self.state is not State.ALPHA or not (self.parked and self.granted):
+            return []
+        assert self.placement.beta is not None
+        self.state = State.HANDING_OVER
+        self.record.mark("continue_sent", now_ms)
+        return [SendContinue(self.placement.beta.instance_id, self.placement.split_token, list(self.output_token_ids))]
+
+    def _on_refused(self, side: Side, reason: str, now_ms: float) -> list[Instruction]:
+        self.live.discard(side)
+        if side is Side.BETA and self.state is State.ALPHA:
+            self.state = State.WHOLE
+            self.record.lifted = reason
+            self.record.mark("lifted", now_ms)
+            return [SendLift(self.placement.alpha.instance_id)]
+        if self.state is State.FINISHED:
+            return []
+        return [*self._finish("error", now_ms, finished=side), Fail(f"{self._micro(side).instance}: {reason}")]
+
+    def _on_moved(self, moved: Moved, now_ms: float) -> None:
+        kv = self.record.kv
+        if kv is None:
+            return
+        if moved.kind == "received":
+            kv.blocks += moved.blocks
+            kv.bytes += moved.bytes
+            kv.chunks.append({"blocks": moved.blocks, "bytes": moved.bytes, "at_ms": now_ms})
+        elif moved.before_end:
+            kv.bytes_before_alpha_end += moved.bytes
+
+    def _on_ended(self, side: Side, ended: Ended, now_ms: float) -> list[Instruction]:
+        micro = self._micro(side)
+        micro.computed_tokens, micro.cached_tokens = ended.computed_tokens, ended.cached_tokens
+        self.live.discard(side)
+        released_alpha = side is Side.ALPHA and self.released
+        if self.state is State.FINISHED or released_alpha:
+            return []
+        return [*self._finish("error", now_ms, finished=side), Fail(f"{micro.instance} ended the request without finishing it")]
+
+    def _finish(self, reason: str | None, now_ms: float, finished: Side | None = None) -> list[Instruction]:
+        """Ends the request; every micro-request that did not end by itself is told to."""
+        if self.state is State.FINISHED:
+            return []
+        self.state = State.FINISHED
+        self.record.finish_reason = reason or "abort"
+        self.record.mark("finished", now_ms)
+        if finished is Side.BETA:
+            return self._release()
+        aborts: list[Instruction] = [SendAbort(self._micro(side).instance) for side in Side if side in self.live and side is not finished]
+        return aborts
+
+    def _release(self) -> list[Instruction]:
+        if self.released or Side.ALPHA not in self.live:
+            return []
+        self.released = True
+        return [SendRelease(self.placement.alpha.instance_id)]
+
+    def _micro(self, side: Side) -> MicroRecord:
+        micro = self.record.alpha if side is Side.ALPHA else self.record.beta
+        assert micro is not None
+        return micro
+
+
+def new_flow(request_id: str, prompt_tokens: int, placement: Placement, reason: str, transport: str, block_bytes: int) -> RequestFlow:
+    """A flow with its record; `transport` and `block_bytes` describe the KV transfer, if there is one."""
+    cut = placement.beta is not None
+    record = RequestRecord(request_id, prompt_tokens, placement.split_token if cut else None, reason)
+    if cut:
+        record.kv = KvRecord(transport, block_bytes)
+    return RequestFlow(placement, record)

@@ -1,0 +1,278 @@
+"""The two halves of a transfer, joined by FIFO channels in memory, without sockets."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynaserve.kv_transfer import receiver as rx
+from dynaserve.kv_transfer import sender as tx
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Revoke
+
+A = WorkerEndpoint("a", "tcp://a", {"two": "", "one": ""})
+B = WorkerEndpoint("b", "tcp://b", {"two": "", "one": ""})
+ONE_SIDED = frozenset({"one"})
+
+
+def grant(first: int = 0, blocks: tuple[int, ...] = (10, 11, 12), transport: str = "two") -> Grant:
+    return Grant("t", B, transport, first, list(blocks))
+
+
+@pytest.fixture
+def sender() -> Iterator[tx.Sender]:
+    sender = tx.Sender("a", ONE_SIDED)
+    yield sender
+    sender.check_invariants()
+
+
+@pytest.fixture
+def receiver() -> Iterator[rx.Receiver]:
+    receiver = rx.Receiver(B, ONE_SIDED)
+    yield receiver
+    receiver.check_invariants()
+
+
+def pushes(instructions: list[tx.Instruction]) -> list[tx.Push]:
+    return [i for i in instructions if isinstance(i, tx.Push)]
+
+
+def test_blocks_leave_once_they_are_ready_and_granted(sender: tx.Sender) -> None:
+    assert sender.handle(tx.Ready("t", 0, (5, 6), final=False)) == []
+    tell, push = sender.handle(grant())
+    assert tell == tx.Tell(B, Blocks("t", "a", "two", [0, 1]))
+    assert isinstance(push, tx.Push)
+    assert (push.local_blocks, push.remote_blocks) == ((5, 6), (10, 11))
+
+
+def test_blocks_that_the_receiver_has_cached_are_not_sent(sender: tx.Sender) -> None:
+    sender.handle(tx.Ready("t", 0, (5, 6, 7), final=True))
+    (push,) = pushes(sender.handle(grant(first=2, blocks=(12,))))
+    assert (push.indexes, push.local_blocks, push.remote_blocks) == ((2,), (7,), (12,))
+
+
+def test_one_push_of_a_transfer_is_in_flight_at_a_time(sender: tx.Sender) -> None:
+    sender.handle(grant())
+    assert len(pushes(sender.handle(tx.Ready("t", 0, (5,), final=False)))) == 1
+    assert pushes(sender.handle(tx.Ready("t", 1, (6,), final=False))) == []
+    assert [p.indexes for p in pushes(sender.handle(tx.PushDone("t")))] == [(1,)]
+
+
+def test_a_one_sided_push_is_announced_after_it_has_landed(sender: tx.Sender) -> None:
+    sender.handle(grant(transport="one"))
+    assert all(isinstance(i, tx.Push) for i in sender.handle(tx.Ready("t", 0, (5,), final=False)))
+    assert tx.Tell(B, Blocks("t", "a", "one", [0])) in sender.handle(tx.PushDone("t"))
+
+
+def test_bytes_that_left_before_the_alpha_ended_are_told_apart(sender: tx.Sender) -> None:
+    sender.handle(grant())
+    sender.handle(tx.Ready("t", 0, (5,), final=False))
+    assert tx.Sent("t", 1, before_end=True) in sender.handle(tx.PushDone("t"))
+    sender.handle(tx.Ready("t", 1, (6,), final=True))
+    assert tx.Sent("t", 1, before_end=False) in sender.handle(tx.PushDone("t"))
+
+
+def test_a_stopped_transfer_waits_for_the_push_in_flight(sender: tx.Sender) -> None:
+    sender.handle(grant())
+    sender.handle(tx.Ready("t", 0, (5, 6), final=False))
+    assert sender.handle(tx.Stop("t")) == []
+    assert tx.SendingStopped("t") in sender.handle(tx.PushDone("t"))
+    sender.handle(Done("t"))
+    assert sender.transfers == {}
+
+
+def test_a_revoked_transfer_is_closed_only_after_the_push_in_flight(sender: tx.Sender) -> None:
+    sender.handle(grant())
+    sender.handle(tx.Ready("t", 0, (5, 6), final=False))
+    assert sender.handle(Revoke("t", B)) == []
+    assert tx.Tell(B, Closed("t")) in sender.handle(tx.PushDone("t"))
+    assert pushes(sender.handle(tx.Ready("t", 2, (7,), final=True))) == []
+
+
+def test_an_unknown_transfer_is_closed_at_once(sender: tx.Sender) -> None:
+    assert sender.handle(Revoke("x", B)) == [tx.Tell(B, Closed("x"))]
+    assert sender.transfers == {}
+
+
+def test_a_failed_push_is_told_and_nothing_follows(sender: tx.Sender) -> None:
+    sender.handle(grant())
+    sender.handle(tx.Ready("t", 0, (5,), final=False))
+    assert sender.handle(tx.PushFailed("t", "cable")) == [tx.Tell(B, Broken("t", "cable"))]
+    assert sender.handle(tx.Ready("t", 1, (6,), final=True)) == []
+
+
+def test_preempted_blocks_are_sent_from_their_new_places(sender: tx.Sender) -> None:
+    sender.handle(tx.Ready("t", 0, (5, 6), final=False))
+    sender.handle(tx.Retract("t"))
+    assert pushes(sender.handle(grant())) == []
+    (push,) = pushes(sender.handle(tx.Ready("t", 0, (8, 9), final=False)))
+    assert push.local_blocks == (8, 9)
+
+
+def expect(blocks: tuple[int, ...] = (10, 11), transport: str = "two") -> rx.Expect:
+    return rx.Expect("t", A, transport, 0, blocks)
+
+
+def test_expecting_blocks_grants_them(receiver: rx.Receiver) -> None:
+    assert receiver.handle(expect()) == [tx.Tell(A, Grant("t", B, "two", 0, [10, 11]))]
+
+
+def test_a_transfer_is_over_when_every_block_has_landed(receiver: rx.Receiver) -> None:
+    receiver.handle(expect())
+    (receive,) = receiver.handle(Blocks("t", "a", "two", [0, 1]))
+    assert isinstance(receive, rx.Receive)
+    assert receive.local_blocks == (10, 11)
+    assert receiver.handle(rx.Landed("t", (0, 1)))[-2:] == [tx.Tell(A, Done("t")), rx.Received("t")]
+    assert receiver.transfers == {}
+
+
+@pytest.mark.parametrize("blocks", [Blocks("t", "stranger", "two", [0]), Blocks("t", "a", "two", [2]), Blocks("nobody", "a", "two", [0])])
+def test_blocks_without_a_grant_are_thrown_away(receiver: rx.Receiver, blocks: Blocks) -> None:
+    receiver.handle(expect())
+    assert receiver.handle(blocks) == [rx.Discard(blocks.sender_id, "two", 1)]
+    assert receiver.refused_blocks == 1
+
+
+def test_a_cancelled_transfer_keeps_its_blocks_until_the_sender_has_stopped(receiver: rx.Receiver) -> None:
+    receiver.handle(expect())
+    assert receiver.handle(rx.Cancel("t")) == [tx.Tell(A, Revoke("t", B))]
+    receiver.handle(Blocks("t", "a", "two", [0]))
+    assert not any(isinstance(i, rx.Received) for i in receiver.handle(Closed("t"))), "a receive is still under way"
+    assert rx.Received("t") in receiver.handle(rx.Landed("t", (0,)))
+
+
+def test_blocks_of_a_broken_transfer_are_named_as_lost(receiver: rx.Receiver) -> None:
+    receiver.handle(expect((10, 11, 12)))
+    receiver.handle(Blocks("t", "a", "two", [0]))
+    receiver.handle(rx.Landed("t", (0,)))
+    assert rx.Received("t", lost_blocks=(11, 12)) in receiver.handle(Broken("t", "cable"))
+
+
+@dataclass
+class Link:
+    """One sender, one receiver, two FIFO control channels, pushes and receives that take any time."""
+
+    transport: str
+    blocks: int
+    rng: random.Random
+    sender: tx.Sender = field(default_factory=lambda: tx.Sender("a", ONE_SIDED))
+    receiver: rx.Receiver = field(default_factory=lambda: rx.Receiver(B, ONE_SIDED))
+    to_a: deque[object] = field(default_factory=deque)
+    to_b: deque[object] = field(default_factory=deque)
+    data: deque[tuple[int, ...]] = field(default_factory=deque)
+    receives: deque[object] = field(default_factory=deque)
+    pushing: bool = False
+    written: list[int] = field(default_factory=list)
+    received: list[rx.Received] = field(default_factory=list)
+    stopped: int = 0
+
+    def on_a(self, event: tx.Event) -> None:
+        for instruction in self.sender.handle(event):
+            match instruction:
+                case tx.Tell(message=message):
+                    self.to_b.append(message)
+                case tx.Push(remote_blocks=remote):
+                    assert not self.pushing
+                    self.pushing = True
+                    assert not self.received, "blocks are written after they went back to B's pool"
+                    if self.transport == "one":
+                        self.written += remote
+                    else:
+                        self.data.append(remote)
+                case tx.SendingStopped():
+                    assert not self.pushing
+                    self.stopped += 1
+        self.sender.check_invariants()
+
+    def on_b(self, event: rx.Event) -> None:
+        for instruction in self.receiver.handle(event):
+            match instruction:
+                case tx.Tell(message=message):
+                    self.to_a.append(message)
+                case rx.Receive() | rx.Discard():
+                    self.receives.append(instruction)
+                case rx.Received():
+                    self.received.append(instruction)
+        self.receiver.check_invariants()
+
+    def moves(self) -> list[str]:
+        able = {
+            "control_a": bool(self.to_a),
+            "control_b": bool(self.to_b),
+            "push": self.pushing and self.transport == "one",
+            "data": bool(self.receives and self.data),
+        }
+        return [name for name, can in able.items() if can]
+
+    def move(self, name: str) -> None:
+        match name:
+            case "control_a":
+                self.on_a(self.to_a.popleft())  # type: ignore[arg-type]
+            case "control_b":
+                self.on_b(self.to_b.popleft())  # type: ignore[arg-type]
+            case "push":
+                self.pushing = False
+                self.on_a(tx.PushDone("t"))
+            case "data":
+                self._data()
+
+    def _data(self) -> None:
+        remote, receive = self.data.popleft(), self.receives.popleft()
+        self.pushing = False
+        if isinstance(receive, rx.Receive):
+            assert receive.local_blocks == remote, "control and data are out of step"
+            self.written += remote
+            self.on_b(rx.Landed("t", receive.indexes))
+        self.on_a(tx.PushDone("t"))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    transport=st.sampled_from(["one", "two"]),
+    blocks=st.integers(1, 40),
+    cached=st.integers(0, 5),
+    end=st.sampled_from(["complete", "cancel", "preempt", "alpha_ends"]),
+)
+def test_every_order_of_events_ends_with_both_halves_empty(seed: int, transport: str, blocks: int, cached: int, end: str) -> None:
+    rng = random.Random(seed)
+    link, first = Link(transport, blocks, rng), min(cached, blocks - 1)
+    script: list[object] = [rx.Expect("t", A, transport, first, tuple(100 + i for i in range(first, blocks)))]
+    readies, at = [], 0
+    while at < blocks:
+        until = min(blocks, at + rng.randint(1, 7))
+        readies.append(tx.Ready("t", at, tuple(range(at, until)), final=until == blocks))
+        at = until
+    if end == "preempt":
+        readies = [*readies[: len(readies) // 2], tx.Retract("t"), *readies]
+    if end == "alpha_ends":
+        readies = readies[: len(readies) // 2]
+    a_events: deque[object] = deque(readies)
+    b_events: deque[object] = deque([*script, *([rx.Cancel("t")] if end in ("cancel", "alpha_ends") else [])])
+    while moves := link.moves() + ["a"] * bool(a_events) + ["b"] * bool(b_events):
+        match rng.choice(moves):
+            case "a":
+                event = a_events.popleft()
+                if isinstance(event, tx.Retract):
+                    while link.pushing:  # the engine waits for the push in flight before it overwrites blocks
+                        link.move(rng.choice(link.moves()))
+                link.on_a(event)  # type: ignore[arg-type]
+            case "b":
+                link.on_b(b_events.popleft())  # type: ignore[arg-type]
+            case name:
+                link.move(name)
+    link.on_a(tx.Stop("t"))
+    while moves := link.moves():
+        link.move(rng.choice(moves))
+    assert link.stopped == 1
+    assert [r.lost_blocks for r in link.received] == [()]
+    assert len(set(link.written)) == len(link.written), "a block is written twice"
+    if end in ("complete", "preempt"):
+        assert sorted(link.written) == [100 + i for i in range(first, blocks)]
+    assert (link.sender.transfers, link.receiver.transfers) == ({}, {})

@@ -1,0 +1,14 @@
+"""DynaServe inside vLLM: `vllm serve MODEL --plugin dynaserve`.
+
+The only package that imports vLLM.  vLLM calls `register` in every one of its processes wherever this package is
+installed; without the flag that adds some lines to `--help` and changes nothing else.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`; idempotent, imports nothing heavy (it runs on the way to `--help`)."""
+    from vllm_plugin import patches
+
+    patches.install_command_line()

@@ -1,0 +1,57 @@
+"""Calls from the gateway into the engine core; they run between steps. `self` is vLLM's `EngineCore`.
+
+`patches.install_engine_core_calls` makes every `dynaserve_*` function here a method of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+def dynaserve_describe(self: Any) -> dict[str, Any]:
+    """The part of `InstanceDescription` that only the engine core knows."""
+    config, scheduler = self.vllm_config, self.scheduler
+    return {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "block_size": scheduler.block_size,
+        "max_model_len": scheduler.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "cut_obstacle": "speculative decoding" if config.speculative_config is not None else None,
+        "workers": msgspec.to_builtins(scheduler.connector.workers),
+    }
+
+
+def dynaserve_reservation(self: Any, request_id: str) -> Any:
+    """`Granted` or `Refused` for a request that has just been announced."""
+    return msgspec.to_builtins(self.scheduler.reservation(request_id))
+
+
+def dynaserve_continue(self: Any, request_id: str, output_token_ids: list[int]) -> bool:
+    return bool(self.scheduler.continue_request(request_id, output_token_ids))
+
+
+def dynaserve_move(self: Any, request_id: str, hand_off_at: int | None) -> bool:
+    return bool(self.scheduler.move_hand_off(request_id, hand_off_at))
+
+
+def dynaserve_release(self: Any, request_id: str) -> None:
+    self.scheduler.release(request_id)
+
+
+def dynaserve_state(self: Any) -> dict[str, Any]:
+    """What is held right now, to see that nothing leaks."""
+    scheduler = self.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "num_blocks": pool.num_gpu_blocks,
+        "free_blocks": pool.get_num_free_blocks(),
+        "requests": len(scheduler.requests),
+        "running": len(scheduler.running),
+        "micro_requests": sorted(scheduler.micro.by_id),
+        "open_transfers": len(scheduler.micro.transfers),
+    }

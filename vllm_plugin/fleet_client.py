@@ -1,0 +1,298 @@
+"""vLLM's engine-core client, with a fleet of instances where vLLM has one engine.
+
+AsyncLLM above it sees one engine that answers every request with one stream of tokens; below it, each request is a
+`RequestFlow` whose instructions become messages to the instances' gateways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from prometheus_client import Counter
+from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from dynaserve.errors import BadRequest, ConfigError, NoInstance
+from dynaserve.fleet import Instance
+from dynaserve.global_scheduler import GlobalScheduler, InstanceState, PlacementReason, RequestSpec
+from dynaserve.messages import (
+    Abort,
+    Announce,
+    Bye,
+    Continue,
+    FromInstance,
+    Hello,
+    Move,
+    Release,
+    Run,
+    Step,
+    ToInstance,
+    Welcome,
+)
+from dynaserve.records import RecordBook
+from dynaserve.request_flow import (
+    ClientGone,
+    Event,
+    Fail,
+    Forward,
+    Instruction,
+    RequestFlow,
+    SendAbort,
+    SendAnnounce,
+    SendContinue,
+    SendLift,
+    SendRelease,
+    SendRun,
+    Side,
+    Tokens,
+    new_flow,
+)
+from vllm_plugin.requests import SPLIT_ARG, TRANSPORT_ARG, CutRequest, why_whole
+
+logger = logging.getLogger("vllm.dynaserve.frontend")
+
+REQUESTS = Counter("dynaserve_requests", "Sequences by whether they were cut, and why or why not.", ["cut", "reason"])
+LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
+DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
+
+
+@dataclass
+class Live:
+    """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances."""
+
+    flow: RequestFlow
+    request: EngineCoreRequest
+    transport: str
+    transfer_id: str
+    arrived_s: float
+
+    @property
+    def internal_id(self) -> str:
+        """The id that AsyncLLM knows."""
+        return str(self.request.request_id)
+
+
+class FleetClient:
+    """Implements the part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use (VLLM_FACTS 6.1).
+
+    All methods run in one event loop.
+    """
+
+    def __init__(self, instances: Sequence[Instance], scheduler: GlobalScheduler, transport: str) -> None:
+        self.instances = {instance.instance_id: instance for instance in instances}
+        self.book = RecordBook()
+        self.frontend_id = uuid.uuid4().hex
+        self.engine_ranks_managed = [0]
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._scheduler = scheduler
+        self._transport = transport
+        self._live: dict[str, Live] = {}
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._context = zmq.asyncio.Context()
+        self._sockets: dict[str, zmq.asyncio.Socket] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._header_decoder: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
+        for instance in instances:
+            scheduler.observe(InstanceState(instance.instance_id))
+
+    async def connect(self, timeout_s: float = 10.0) -> None:
+        """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
+        for name, instance in self.instances.items():
+            socket = self._sockets[name] = self._context.socket(zmq.DEALER)
+            socket.linger = 500
+            socket.connect(instance.description.gateway)
+            await self._send(name, Hello(self.frontend_id))
+            try:
+                frames = await asyncio.wait_for(socket.recv_multipart(), timeout_s)
+            except TimeoutError:
+                raise ConfigError(f"the gateway {instance.description.gateway} of instance {name} does not answer") from None
+            welcome = self._header_decoder.decode(frames[0])
+            if not isinstance(welcome, Welcome) or welcome.instance_epoch != instance.description.instance_epoch:
+                raise ConfigError(f"the gateway {instance.description.gateway} does not belong to instance {name}")
+            self._tasks.append(asyncio.create_task(self._listen(name, socket)))
+
+    # -- what vLLM calls -----------------------------------------------------------------------------------------------
+
+    def admit(self, prompt_tokens: int | None, extra_args: dict[str, Any], max_tokens: int) -> None:
+        """Raises BadRequest or NoInstance before the request costs anything."""
+        split = extra_args.get(SPLIT_ARG)
+        end = (prompt_tokens or 0) + max_tokens
+        if split is not None and not (isinstance(split, int) and 0 <= split <= end):
+            raise BadRequest(
+                f"{SPLIT_ARG} is {split!r}, not a token index in [0, {end}] "
+                f"({prompt_tokens} prompt tokens and at most {max_tokens} output tokens)"
+            )
+        wanted = extra_args.get(TRANSPORT_ARG)
+        offered = next(iter(self.instances.values())).description.workers[0].endpoint.transports
+        if wanted is not None and wanted not in offered:
+            raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
+        if not self.instances:
+            raise NoInstance("the fleet has no instance")
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        cut = CutRequest.of(request)
+        obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values()])
+        placement = self._scheduler.place(
+            RequestSpec(
+                request_id=request.request_id,
+                prompt_tokens=cut.prompt_tokens,
+                max_output_tokens=cut.max_tokens,
+                expected_output_tokens=cut.max_tokens,
+                forced_split=cut.forced_split,
+                may_cut=obstacle is None,
+            )
+        )
+        if placement is None:
+            raise NoInstance("no instance of the fleet takes new requests")
+        reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
+        REQUESTS.labels("no" if placement.beta is None else "yes", reason).inc()
+        transport = cut.transport or self._transport
+        block_bytes = sum(w.block_bytes for w in self.instances[placement.alpha.instance_id].description.workers)
+        external_id = request.external_req_id or request.request_id
+        flow = new_flow(external_id, cut.prompt_tokens, placement, reason, transport, block_bytes)
+        self.book.add(flow.record)
+        live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic())
+        self._live[request.request_id] = live
+        await self._carry_out(live, flow.start())
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if live := self._live.get(request_id):
+                await self._handle(live, Side.ALPHA, ClientGone())
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Multimodal inputs are cached by the instances."""
+
+    def dp_engines_running(self) -> bool:
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for socket in self._sockets.values():
+            # The loop may be gone: a plain send of the underlying socket cannot wait for it.
+            zmq.Socket.shadow(socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
+            socket.close()
+        self._sockets.clear()
+
+    # -- from instances ------------------------------------------------------------------------------------------------
+
+    async def _listen(self, instance: str, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                step = self._header_decoder.decode(frames[0])
+                outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
+            except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
+                DROPPED.labels(instance).inc()
+                logger.warning("dropped a malformed message from %s: %s", instance, error)
+                continue
+            if isinstance(step, Step):
+                await self._on_step(instance, step, outputs)
+
+    async def _on_step(self, instance: str, step: Step, outputs: EngineCoreOutputs | None) -> None:
+        """Tokens before events: `Parked` means that the alpha's tokens are complete."""
+        if step.load is not None:
+            self.instances[instance].load = step.load
+        forwarded: list[EngineCoreOutput] = []
+        clock_offset_s = time.monotonic() - step.sent_at_s
+        for output in outputs.outputs if outputs is not None else ():
+            if found := self._find(output.request_id):
+                live, side = found
+                reason = None if output.finish_reason is None else str(output.finish_reason)
+                if await self._handle(live, side, Tokens(output.new_token_ids, reason)):
+                    forwarded.append(_translate(output, live, side, clock_offset_s))
+        if forwarded:
+            self._outputs.put_nowait(EngineCoreOutputs(outputs=forwarded, timestamp=time.monotonic()))
+        for event in step.events:
+            if found := self._find(event.request_id):
+                await self._handle(found[0], found[1], event)
+
+    def _find(self, wire_id: str) -> tuple[Live, Side] | None:
+        request_id, _, side = wire_id.removesuffix(f"@{self.frontend_id}").rpartition("/")
+        live = self._live.get(request_id)
+        return None if live is None else (live, Side(side))
+
+    async def _handle(self, live: Live, side: Side, event: Event) -> bool:
+        """True: the output that carried this event goes to the client."""
+        instructions = live.flow.handle(side, event, (time.monotonic() - live.arrived_s) * 1000)
+        forward = await self._carry_out(live, instructions)
+        if live.flow.over and self._live.pop(live.internal_id, None) is not None:
+            self._scheduler.finish(live.internal_id)
+        return forward
+
+    # -- to instances --------------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, live: Live, instructions: Sequence[Instruction]) -> bool:
+        forward = False
+        for instruction in instructions:
+            match instruction:
+                case Forward():
+                    forward = True
+                case Fail(reason=reason):
+                    logger.error("request %s: %s", live.internal_id, reason)
+                    failed = EngineCoreOutput(live.internal_id, [], finish_reason=FinishReason.ERROR)
+                    self._outputs.put_nowait(EngineCoreOutputs(outputs=[failed]))
+                case SendRun(instance_id=name, hand_off_at=hand_off):
+                    transfer_id = None if hand_off is None else live.transfer_id
+                    await self._send(name, Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id), live.request)
+                case SendAnnounce(instance_id=name, hand_off_at=hand_off):
+                    await self._send(name, self._announce(live, hand_off), live.request)
+                case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
+                    await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, tokens))
+                case SendLift(instance_id=name):
+                    LIFTED.inc()
+                    await self._send(name, Move(self._wire_id(live, Side.ALPHA), None))
+                case SendRelease(instance_id=name):
+                    await self._send(name, Release(self._wire_id(live, Side.ALPHA)))
+                case SendAbort(instance_id=name):
+                    ids = [self._wire_id(live, side) for side in Side]
+                    await self._send(name, Abort(ids))
+        return forward
+
+    def _announce(self, live: Live, hand_off_at: int) -> Announce:
+        senders = self.instances[live.flow.placement.alpha.instance_id].description.workers
+        return Announce(
+            self._wire_id(live, Side.BETA), hand_off_at, live.transfer_id, live.transport, [worker.endpoint for worker in senders]
+        )
+
+    def _wire_id(self, live: Live, side: Side) -> str:
+        """Unique over front-ends and their restarts."""
+        return f"{live.internal_id}/{side.value}@{self.frontend_id}"
+
+    async def _send(self, instance: str, message: ToInstance, request: EngineCoreRequest | None = None) -> None:
+        frames = self._encoder.encode(request) if request is not None else ()
+        await self._sockets[instance].send_multipart([msgspec.msgpack.encode(message), *frames])
+
+
+def _translate(output: EngineCoreOutput, live: Live, side: Side, clock_offset_s: float) -> EngineCoreOutput:
+    """An instance's output as AsyncLLM expects it from its one engine."""
+    output = copy.copy(output)
+    output.request_id = live.internal_id
+    output.kv_transfer_params = None
+    if output.events is not None:  # the engine's monotonic clock is another machine's
+        output.events = [EngineCoreEvent(event.type, event.timestamp + clock_offset_s) for event in output.events]
+    if output.prefill_stats is not None and side is Side.BETA:
+        # What crossed from the alpha is no prefix-cache hit: usage must be what it is uncut.
+        output.prefill_stats.num_cached_tokens = output.prefill_stats.num_local_cached_tokens
+    return output

@@ -1,0 +1,142 @@
+"""`dynaserve serve`: vLLM's own OpenAI server over a fleet of instances."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Any
+
+# Before vLLM is imported: the front-end runs no model, and must start on a host without an accelerator.
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+import uvloop
+from vllm import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import setup_server
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.logger import configure_logging_from_args
+from vllm.outputs import RequestOutput
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from dynaserve import fleet
+from dynaserve.errors import BadRequest, ConfigError, NoInstance
+from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy
+from vllm_plugin import patches
+from vllm_plugin.fleet_client import FleetClient
+from vllm_plugin.frontend_routes import FrontendEndpoint
+
+logger = logging.getLogger("vllm.dynaserve.frontend")
+
+
+class FleetLLM(AsyncLLM):
+    """AsyncLLM that refuses before the answer starts: from inside the stream an error would come as HTTP 200 or 500."""
+
+    def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        prompt_tokens = None if token_ids is None else len(token_ids)
+        max_tokens = sampling_params.max_tokens or self.model_config.max_model_len - (prompt_tokens or 0)
+        client: FleetClient = self.engine_core
+        try:
+            client.admit(prompt_tokens, sampling_params.extra_args or {}, max_tokens)
+        except BadRequest as error:
+            raise VLLMValidationError(str(error)) from error
+        except NoInstance as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+        stream: AsyncGenerator[RequestOutput, None] = super().generate(prompt, sampling_params, request_id, **kwargs)
+        return stream
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """vLLM's own options of `vllm serve`, and ours. Those of the engine are read by the instances, not here."""
+    parser = FlexibleArgumentParser(prog="dynaserve serve", description="Serve an OpenAI-compatible endpoint over a fleet of instances.")
+    group = parser.add_argument_group("DynaServe front-end")
+    group.add_argument("--instances", nargs="+", required=True, metavar="URL", help="instances (vllm serve MODEL --plugin dynaserve)")
+    group.add_argument("--policy", default="colocated", help="colocated | disaggregated | fixed:RATIO (default: %(default)s)")
+    group.add_argument("--transport", default=None, help="how KV moves between instances (default: the first that all offer)")
+    parser = make_arg_parser(parser)
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Runs until SIGTERM or SIGINT. Exit status 2, with one sentence, where an option or an instance does not fit."""
+    args = make_parser().parse_args(argv)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    configure_logging_from_args(args)
+    try:
+        policy = _policy(args.policy)
+        validate_parsed_serve_args(args)
+        instances = fleet.join(args.model, args.instances)
+        transport = fleet.choose_transport(instances, args.transport)
+        client = _prepare(args, instances, policy, transport)
+        uvloop.run(_serve(args, client))
+    except ConfigError as error:
+        print(f"dynaserve serve: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _policy(text: str) -> Options:
+    try:
+        return parse_policy(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _prepare(args: argparse.Namespace, instances: list[fleet.Instance], policy: Options, transport: str) -> list[FleetClient]:
+    """Fits vLLM's configuration to the instances' and installs our client; the returned list holds it once it exists."""
+    patches.check_vllm()
+    if args.tool_parser_plugin and len(args.tool_parser_plugin) > 3:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin and len(args.reasoning_parser_plugin) > 3:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    longest = min(instance.description.max_model_len for instance in instances)
+    if args.max_model_len is not None and args.max_model_len > longest:
+        raise ConfigError(f"--max-model-len {args.max_model_len} is more than the instances' {longest}")
+    args.max_model_len = args.max_model_len or longest
+    args.served_model_name = args.served_model_name or instances[0].description.served_model_names
+    clients: list[FleetClient] = []
+
+    def make_client(_: Any) -> FleetClient:
+        clients.append(FleetClient(instances, GlobalScheduler(policy), transport))
+        return clients[0]
+
+    patches.install_fleet_client(make_client)
+    patches.install_endpoint(FrontendEndpoint)
+    return clients
+
+
+async def _serve(args: argparse.Namespace, clients: list[FleetClient]) -> None:
+    signal.signal(signal.SIGTERM, _stop_while_starting)
+    listen_address, sock = setup_server(args, reuse_port=False)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    llm = FleetLLM.from_vllm_config(
+        config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    try:
+        await clients[0].connect()
+        shutdown_task = await build_and_serve(llm, listen_address, sock, args)
+        await shutdown_task
+    finally:
+        sock.close()
+        llm.shutdown()
+
+
+def _stop_while_starting(*_: Any) -> None:
+    """Until uvicorn installs its own handlers."""
+    raise KeyboardInterrupt("terminated")

@@ -1,0 +1,68 @@
+"""The front-end's own HTTP routes: what was done with a request, and how the fleet is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+
+from vllm_plugin.fleet_client import FleetClient
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+
+
+@dataclass
+class RequestAnswer:
+    """sequences: one per answer of the request (several for n > 1 or several prompts); fields as in `dynaserve.records`."""
+
+    request_id: str
+    sequences: list[dict[str, Any]]
+
+
+@dataclass
+class FleetAnswer:
+    """instances: description and last load report of each."""
+
+    frontend_id: str
+    instances: dict[str, dict[str, Any]]
+
+
+class FrontendEndpoint:
+    """vLLM endpoint plugin (see `patches.install_endpoint`)."""
+
+    name = "dynaserve"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        router = APIRouter(tags=["DynaServe"])
+
+        @router.get("/dynaserve/requests/{request_id}", summary="Where a request was cut, and what each instance did")
+        async def requests(request_id: str, request: Request) -> RequestAnswer:
+            records = _client(request).book.find(request_id)
+            if not records:
+                raise HTTPException(404, f"no record of request {request_id}; the last {4096} requests are kept")
+            return RequestAnswer(request_id, [record.to_json() for record in records])
+
+        @router.get("/dynaserve/fleet", summary="The instances of the fleet and how busy they are")
+        async def fleet(request: Request) -> FleetAnswer:
+            client = _client(request)
+            instances = {
+                name: {"description": msgspec.to_builtins(i.description), "load": msgspec.to_builtins(i.load)}
+                for name, i in client.instances.items()
+            }
+            return FleetAnswer(client.frontend_id, instances)
+
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        state.dynaserve = engine_client.engine_core
+
+
+def _client(request: Request) -> FleetClient:
+    client: FleetClient = request.app.state.dynaserve
+    return client

@@ -1,0 +1,300 @@
+"""The gateway of an instance: front-ends on one side, the engine core on the other.
+
+It runs in the API server's event loop and speaks the engine-core level (`EngineCoreRequest` in, `EngineCoreOutputs`
+out), below vLLM's detokenizer: the front-end has the only one.  Everything a front-end sends is checked; what is
+malformed is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import defaultdict
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import Counter
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from dynaserve.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Announce,
+    Bye,
+    Continue,
+    Ended,
+    Event,
+    Granted,
+    Hello,
+    InstanceDescription,
+    Load,
+    Move,
+    Refused,
+    Release,
+    Run,
+    Step,
+    ToInstance,
+    Welcome,
+)
+from vllm_plugin.micro_requests import EXTRA_ARG, Plan
+from vllm_plugin.options import PluginOptions
+from vllm_plugin.scheduler import EVENT_CARRIER
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import AsyncIterator, Sequence
+
+    from starlette.datastructures import State
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+logger = logging.getLogger("vllm.dynaserve.gateway")
+
+DROPPED = Counter("dynaserve_dropped_messages", "Messages on the gateway's socket that were malformed or not allowed.", ["reason"])
+
+
+async def take_fleet_outputs(client: AsyncMPClient, outputs: EngineCoreOutputs) -> None:
+    """vLLM's `process_engine_outputs` hook: takes the outputs of fleet requests out of `outputs`, in place."""
+    gateway: Gateway | None = getattr(client, "dynaserve_gateway", None)
+    if gateway is not None:
+        await gateway.take(outputs)
+
+
+class GatewayEndpoint:
+    """vLLM endpoint plugin: starts the gateway with the API server and adds `GET /dynaserve/instance`."""
+
+    name = "dynaserve"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        router = APIRouter(tags=["DynaServe"])
+
+        @router.get("/dynaserve/instance", summary="What a front-end must know of this instance")
+        async def instance(request: Request) -> dict[str, Any]:
+            description: InstanceDescription = request.app.state.dynaserve.description
+            return dict(msgspec.to_builtins(description))
+
+        @router.get("/dynaserve/instance/state", summary="Blocks, requests and transfers held right now")
+        async def state(request: Request) -> dict[str, Any]:
+            return dict(await request.app.state.dynaserve.engine.call_utility_async("dynaserve_state"))
+
+        app.include_router(router)
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            gateway: Gateway = app.state.dynaserve
+            async with inner(app) as value:
+                try:
+                    yield value
+                finally:
+                    gateway.close()
+
+        app.router.lifespan_context = lifespan
+
+    async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
+        state.dynaserve = await Gateway.start(engine_client, args)
+
+
+@dataclass
+class Gateway:
+    """engine: vLLM's client of the engine core. routes: ZeroMQ identity of the front-end, per live request id."""
+
+    engine: AsyncMPClient
+    description: InstanceDescription
+    context: zmq.asyncio.Context
+    socket: zmq.asyncio.Socket
+    routes: dict[str, bytes] = field(default_factory=dict)
+    frontends: dict[bytes, str] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    load: Load | None = None
+    request_decoder: MsgpackDecoder = field(default_factory=lambda: MsgpackDecoder(EngineCoreRequest))
+    encoder: MsgpackEncoder = field(default_factory=MsgpackEncoder)
+    header_decoder: msgspec.msgpack.Decoder[ToInstance] = field(default_factory=lambda: msgspec.msgpack.Decoder(ToInstance))
+
+    @classmethod
+    async def start(cls, engine_client: AsyncLLM, args: Namespace) -> Gateway:
+        options = PluginOptions.from_config(engine_client.vllm_config)
+        engine = engine_client.engine_core
+        known = await engine.call_utility_async("dynaserve_describe")
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.linger = 0
+        port = options.port or socket.bind_to_random_port(f"tcp://{options.host}")
+        if options.port:
+            socket.bind(f"tcp://{options.host}:{options.port}")
+        description = msgspec.convert(
+            {
+                "protocol_version": PROTOCOL_VERSION,
+                "instance_epoch": uuid.uuid4().hex,
+                "gateway": f"tcp://{options.host}:{port}",
+                "model": args.model,
+                "served_model_names": args.served_model_name or [args.model],
+                "vllm_version": metadata.version("vllm"),
+                **known,
+            },
+            InstanceDescription,
+        )
+        gateway = cls(engine, description, context, socket)
+        engine.dynaserve_gateway = gateway
+        gateway._spawn(gateway._serve())
+        logger.info("DynaServe gateway at %s", description.gateway)
+        return gateway
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        self.context.destroy(linger=0)
+
+    # -- from front-ends -----------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        while True:
+            identity, *frames = await self.socket.recv_multipart()
+            try:
+                message = self.header_decoder.decode(frames[0])
+                await self._handle(identity, message, frames[1:])
+            except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
+                DROPPED.labels("malformed").inc()
+                logger.warning("dropped a malformed message of %d bytes: %s", sum(map(len, frames)), error)
+
+    async def _handle(self, identity: bytes, message: ToInstance, frames: Sequence[bytes]) -> None:
+        if identity not in self.frontends and not isinstance(message, Hello):
+            DROPPED.labels("no hello").inc()
+            return
+        match message:
+            case Hello():
+                await self._hello(identity, message)
+            case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id):
+                role = "whole" if hand_off_at is None else "alpha"
+                await self._add(identity, request_id, Plan(role, hand_off_at, transfer_id), frames)
+            case Announce(request_id=request_id):
+                plan = Plan("beta", message.hand_off_at, message.transfer_id, message.transport, message.senders)
+                if await self._add(identity, request_id, plan, frames):
+                    self._spawn(self._answer_announce(identity, request_id))
+            case Continue() if self._owns(identity, message.request_id):
+                self._call("dynaserve_continue", message.request_id, message.output_token_ids)
+            case Move() if self._owns(identity, message.request_id):
+                self._call("dynaserve_move", message.request_id, message.hand_off_at)
+            case Release() if self._owns(identity, message.request_id):
+                self._call("dynaserve_release", message.request_id)
+            case Abort(request_ids=request_ids):
+                await self._abort([request_id for request_id in request_ids if self._owns(identity, request_id)])
+            case Bye():
+                del self.frontends[identity]
+                await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
+
+    async def _hello(self, identity: bytes, hello: Hello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            DROPPED.labels("protocol version").inc()
+            return
+        self.frontends[identity] = hello.frontend_id
+        await self._send(identity, Welcome(self.description.instance_epoch))
+
+    def _owns(self, identity: bytes, request_id: str) -> bool:
+        """Late messages for a request that is over are normal; those for somebody else's are not obeyed."""
+        return self.routes.get(request_id) == identity
+
+    async def _add(self, identity: bytes, request_id: str, plan: Plan, frames: Sequence[bytes]) -> bool:
+        obstacle = self._obstacle(request_id, plan)
+        if obstacle is None:
+            request: EngineCoreRequest = self.request_decoder.decode(frames)
+            obstacle = self._unfit(request)
+        if obstacle is not None:
+            await self._send(identity, Step([Refused(request_id, obstacle)], self.load, time.monotonic()))
+            return False
+        assert request.sampling_params is not None
+        request.request_id = request_id
+        extra_args = {key: value for key, value in (request.sampling_params.extra_args or {}).items() if key != EXTRA_ARG}
+        request.sampling_params.extra_args = extra_args | {EXTRA_ARG: msgspec.to_builtins(plan)}
+        self.routes[request_id] = identity
+        await self.engine.add_request_async(request)
+        return True
+
+    def _obstacle(self, request_id: str, plan: Plan) -> str | None:
+        if request_id in self.routes:
+            return f"request id {request_id} is in use"
+        if plan.hand_off_at is not None and not 0 < plan.hand_off_at < self.description.max_model_len:
+            return f"hand-off point {plan.hand_off_at} is outside (0, {self.description.max_model_len})"
+        if plan.role == "alpha" and plan.transfer_id is None:
+            return "an alpha needs a transfer id"
+        if plan.role == "beta" and len(plan.senders) != len(self.description.workers):
+            return f"{len(plan.senders)} sending workers for {len(self.description.workers)} receiving ones"
+        offered = self.description.workers[0].endpoint.transports
+        if plan.role == "beta" and plan.transport not in offered:
+            return f"transport {plan.transport} is not one of {', '.join(offered)}"
+        return None
+
+    def _unfit(self, request: EngineCoreRequest) -> str | None:
+        if request.sampling_params is None or not request.prompt_token_ids:
+            return "only generation from token ids runs through the gateway"
+        if len(request.prompt_token_ids) >= self.description.max_model_len:
+            return f"prompt of {len(request.prompt_token_ids)} tokens, at most {self.description.max_model_len - 1} fit"
+        return None
+
+    async def _answer_announce(self, identity: bytes, request_id: str) -> None:
+        answer = await self.engine.call_utility_async("dynaserve_reservation", request_id)
+        event = msgspec.convert(answer, Granted | Refused)
+        if isinstance(event, Refused):
+            self.routes.pop(request_id, None)
+        await self._send(identity, Step([event], self.load, time.monotonic()))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            await self.engine.abort_requests_async(request_ids)
+
+    def _call(self, method: str, *args: Any) -> None:
+        async def call() -> None:
+            await self.engine.call_utility_async(method, *args)
+
+        self._spawn(call())
+
+    def _spawn(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a gateway task failed", exc_info=error)
+
+    # -- to front-ends -------------------------------------------------------------------------------------------------
+
+    async def take(self, outputs: EngineCoreOutputs) -> None:
+        """Sends each front-end its part of a step as one message, and leaves the rest to the API server."""
+        if (stats := outputs.scheduler_stats) is not None:
+            self.load = Load(stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage)
+        tokens: dict[bytes, list[EngineCoreOutput]] = defaultdict(list)
+        events: dict[bytes, list[Event]] = defaultdict(list)
+        rest: list[EngineCoreOutput] = []
+        for output in outputs.outputs:
+            if output.request_id == EVENT_CARRIER:
+                for event in msgspec.convert((output.kv_transfer_params or {})[EXTRA_ARG], list[Event]):
+                    if owner := self.routes.get(event.request_id):
+                        events[owner].append(event)
+            elif owner := self.routes.get(output.request_id):
+                tokens[owner].append(output)
+            else:
+                rest.append(output)
+        outputs.outputs = rest
+        for identity in tokens.keys() | events.keys():
+            frames = (
+                self.encoder.encode(EngineCoreOutputs(outputs=tokens[identity], timestamp=outputs.timestamp)) if tokens[identity] else ()
+            )
+            await self._send(identity, Step(events[identity], self.load, time.monotonic()), frames)
+        for event in (event for batch in events.values() for event in batch):
+            if isinstance(event, Ended):
+                self.routes.pop(event.request_id, None)
+
+    async def _send(self, identity: bytes, message: Step | Welcome, frames: Sequence[Any] = ()) -> None:
+        await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])

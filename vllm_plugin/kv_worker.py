@@ -1,0 +1,117 @@
+"""The worker half of the connector: this worker's KV cache as bytes, and its transfer agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from dynaserve.errors import ConfigError
+from dynaserve.kv_transfer.agent import Agent, Results, TransferReport
+from dynaserve.kv_transfer.receiver import Cancel, Expect
+from dynaserve.kv_transfer.sender import Ready, Stop
+from dynaserve.kv_transfer.transport import KvLayers
+from dynaserve.kv_transfer.transports import transport_class
+from dynaserve.messages import WorkerDescription
+from vllm_plugin.micro_requests import Command, Reserve
+from vllm_plugin.options import PluginOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class KvWorker:
+    """Lives in the worker process; every method is called from the engine's thread.
+
+    kv_caches: by layer name, logical shape [num_blocks, ...], each block contiguous within its layer.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> None:
+        options = PluginOptions.from_config(vllm_config)
+        names = sorted(kv_caches)
+        kv = KvLayers([_as_bytes(name, kv_caches[name]) for name in names])
+        worker_id = uuid.uuid4().hex
+        transports = {name: transport_class(name)(worker_id, options.host, kv) for name in options.transports}
+        self._rank = get_tensor_model_parallel_rank()
+        self._device = kv.layers[0].device
+        self.agent = Agent(worker_id, options.host, kv.block_bytes, transports)
+        self.description = WorkerDescription(self.agent.endpoint, _layout(vllm_config, kv_caches), kv.block_bytes)
+        self._results = Results()
+        self._sending: dict[str, str] = {}
+        self._receiving: dict[str, str] = {}
+
+    def submit(self, commands: list[tuple[str, Command]]) -> None:
+        for request_id, command in commands:
+            match command:
+                case Reserve():
+                    self._receiving[command.transfer_id] = request_id
+                    sender = command.senders[self._rank]
+                    self.agent.submit(Expect(command.transfer_id, sender, command.transport, command.first_index, command.block_ids))
+                case Cancel():
+                    self.agent.submit(command)
+                case Stop():
+                    self._sending[command.transfer_id] = request_id
+                    self.agent.submit(command)
+                case Ready():
+                    self.agent.submit(dataclasses.replace(command, fence=self._fence()))
+
+    def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
+        """Request ids whose blocks (are not being sent any more, have all been received), since the last call."""
+        self._results = self.agent.take_results()
+        sent = {self._sending.pop(transfer_id) for transfer_id in self._results.sending_stopped}
+        received = {self._receiving.pop(transfer_id) for transfer_id in self._results.received}
+        return sent or None, received or None
+
+    def take_lost_blocks(self) -> set[int]:
+        """Of the transfers that `take_finished` has just returned."""
+        return set(self._results.lost_blocks)
+
+    def take_reports(self) -> list[TransferReport]:
+        return self._results.reports
+
+    def close(self) -> None:
+        self.agent.close()
+
+    def _fence(self) -> Callable[[], None] | None:
+        """On CPU the forward pass is complete when the connector is called; on CUDA it is only launched (not run here)."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
+
+
+def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """A uint8 view [num_blocks, block_bytes]; raises ConfigError where a block is not one piece of memory."""
+    if not cache[0].is_contiguous():
+        raise ConfigError(
+            f"layer {name}: a KV block of shape {tuple(cache.shape[1:])} with strides {cache.stride()[1:]} is not contiguous; "
+            "this attention backend cannot be used for cutting requests"
+        )
+    num_blocks, elements = cache.shape[0], cache[0].numel()
+    flat = cache.as_strided((num_blocks, elements), (cache.stride(0), 1))
+    return flat.view(torch.uint8)
+
+
+def _layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> str:
+    """Equal for two workers exactly if the raw bytes of a block mean the same to both."""
+    cache = next(iter(kv_caches.values()))
+    parallel = vllm_config.parallel_config
+    return (
+        f"{len(kv_caches)} layers of {tuple(cache.shape[1:])} {str(cache.dtype).removeprefix('torch.')}, "
+        f"strides {cache.stride()[1:]}, {_instruction_set(vllm_config, cache)}, tp {parallel.tensor_parallel_size}"
+    )
+
+
+def _instruction_set(vllm_config: VllmConfig, cache: torch.Tensor) -> str:
+    """On CPU the order inside a block depends on it (VLLM_FACTS 3.5)."""
+    if cache.device.type != "cpu":
+        return str(cache.device.type)
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model = vllm_config.model_config
+    return f"cpu {_get_attn_isa(model.dtype, vllm_config.cache_config.block_size, model.get_head_size())}"

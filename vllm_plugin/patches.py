@@ -1,0 +1,264 @@
+"""Every change to vLLM's own objects, each with its reason, and the check that this vLLM is the one they fit.
+
+Importing this module changes nothing; each `install_*` is idempotent and runs in the one process that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dynaserve.errors import ConfigError
+from vllm_plugin import options
+from vllm_plugin.options import PLUGIN, PluginOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VLLM_VERSION = "0.32."
+"""Prefix of the versions whose internals the rest of this file names."""
+
+_EXPECTED: dict[str, tuple[str, ...]] = {
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args": ("parser",),
+    "vllm.plugins:load_endpoint_plugins": ("supported_tasks",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": ("self", "blocks", "num_computed_tokens"),
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": ("self", "request"),
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_blocked_waiting_request": ("self", "request"),
+    "vllm.v1.core.sched.scheduler:Scheduler._inflight_prefill_reserved_blocks": ("self",),
+    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": (
+        "self",
+        "request",
+        "num_computed_tokens",
+        "num_new_tokens",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": ("self", "request_ids", "finished_status"),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("self", "scheduler_output", "model_runner_output"),
+    "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async": ("self", "method", "args"),
+    "vllm.v1.engine.core_client:EngineCoreClient.make_async_mp_client": (
+        "vllm_config",
+        "executor_class",
+        "log_stats",
+        "client_addresses",
+        "client_count",
+        "client_index",
+        "renderer",
+    ),
+    "vllm.v1.request:Request.append_output_token_ids": ("self", "token_ids"),
+    "vllm.v1.worker.gpu_input_batch:InputBatch.add_request": ("self", "request"),
+}
+
+
+def check_vllm() -> None:
+    """Raises ConfigError, naming both sides, if this vLLM is not the one that the plugin was written against."""
+    version = importlib.metadata.version("vllm")
+    if not version.startswith(VLLM_VERSION):
+        raise ConfigError(f"--plugin dynaserve works with vLLM {VLLM_VERSION}*, this is vLLM {version}")
+    for path, expected in _EXPECTED.items():
+        found = _parameters(path)
+        if found != expected:
+            raise ConfigError(f"--plugin dynaserve expects {path}{expected}, vLLM {version} has {found or 'no such function'}")
+
+
+def _parameters(path: str) -> tuple[str, ...] | None:
+    module, _, name = path.partition(":")
+    target: Any = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    return None if target is None else tuple(inspect.signature(target).parameters)
+
+
+# -- the command line: any process that builds vLLM's parser -------------------------------------------------------------
+
+
+def install_command_line() -> None:
+    """Adds our options, and acts on `--plugin dynaserve`.
+
+    Why: vLLM has no `--plugin` flag, and general plugins have no hook for options; `AsyncEngineArgs.add_cli_args` loads
+    plugins first and looks `EngineArgs.add_cli_args` up afterwards, so a wrapper installed here is used (VLLM_FACTS 1.3).
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    if hasattr(EngineArgs, "_dynaserve_installed"):
+        return
+    EngineArgs._dynaserve_installed = True
+    add_cli_args, from_cli_args = EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__
+
+    @functools.wraps(add_cli_args)
+    def add_ours(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        options.add_arguments(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def from_ours(cls: Any, args: argparse.Namespace) -> Any:
+        if options.is_on(args):
+            try:
+                turn_on(args)
+            except ConfigError as error:
+                print(f"vllm serve: {error}", file=sys.stderr)
+                raise SystemExit(2) from error
+        return from_cli_args(cls, args)
+
+    EngineArgs.add_cli_args = staticmethod(add_ours)
+    EngineArgs.from_cli_args = classmethod(from_ours)
+
+
+def turn_on(args: argparse.Namespace) -> None:
+    """Makes this `vllm serve` an instance: our scheduler, connector and gateway. Raises ConfigError."""
+    unknown = [name for name in args.plugin if name != PLUGIN]
+    if unknown:
+        raise ConfigError(f"--plugin {unknown[0]}: the only plugin that this option knows is {PLUGIN}")
+    check_vllm()
+    for flag, limit in (("api_server_count", 1), ("data_parallel_size", 1), ("pipeline_parallel_size", 1)):
+        value = getattr(args, flag, None) or 1
+        if value > limit:
+            raise ConfigError(f"--{flag.replace('_', '-')} {value} is not supported with --plugin dynaserve; use {limit}")
+    for flag in ("scheduler_cls", "kv_transfer_config"):
+        if getattr(args, flag, None) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} conflicts with --plugin dynaserve, which sets it")
+    from vllm.config import KVTransferConfig
+
+    plugin_options = PluginOptions.from_args(args)
+    args.scheduler_cls = "vllm_plugin.scheduler.make_scheduler"
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector="DynaServeConnector",
+        kv_connector_module_path="vllm_plugin.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    args.additional_config = {**(args.additional_config or {}), PLUGIN: plugin_options.to_config()}
+    _install_gateway()
+
+
+def _install_gateway() -> None:
+    """Runs the gateway inside the API server.
+
+    Why `process_engine_outputs`: it is the hook that sees the outputs of each step before AsyncLLM does, which must not see
+    those of a front-end's requests.
+    """
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    from vllm_plugin import gateway
+
+    if not hasattr(AsyncMPClient, "process_engine_outputs"):
+        AsyncMPClient.process_engine_outputs = gateway.take_fleet_outputs
+        install_endpoint(gateway.GatewayEndpoint)
+
+
+def install_endpoint(factory: Callable[[], Any]) -> None:
+    """Adds an endpoint plugin to the API server of this process.
+
+    Why: vLLM loads endpoint plugins only if VLLM_PLUGINS names them, and that variable is an allow-list for plugins of every
+    kind.
+    """
+    from vllm import plugins
+
+    load = plugins.load_endpoint_plugins
+
+    @functools.wraps(load)
+    def load_with_ours(supported_tasks: Any = None) -> Any:
+        return [*load(supported_tasks), factory()]
+
+    plugins.load_endpoint_plugins = load_with_ours
+
+
+# -- the engine core process ---------------------------------------------------------------------------------------------
+
+
+def install_engine_core_calls() -> None:
+    """Adds utility calls, which run between steps, to the engine core of this process.
+
+    Why: it is vLLM's thread-safe way into the scheduler (`getattr(self, method)`, v1/engine/core.py:1687).
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    from vllm_plugin import engine_calls
+
+    for name, call in vars(engine_calls).items():
+        if name.startswith("dynaserve_"):
+            setattr(EngineCore, name, call)
+
+
+# -- the worker processes ------------------------------------------------------------------------------------------------
+
+
+def install_worker_patches() -> None:
+    """V1 model runner: a beta's output tokens, and generators on CPU. The V2 runner needs neither (VLLM_FACTS 4.2, 4.4)."""
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if hasattr(InputBatch, "_dynaserve_installed"):
+        return
+    InputBatch._dynaserve_installed = True
+    InputBatch.add_request = _with_output_tokens(InputBatch.add_request)
+    GPUModelRunner._sample = _without_discarded_generators(GPUModelRunner._sample)
+    GPUModelRunner._bookkeeping_sync = _with_discarded_generators(GPUModelRunner._bookkeeping_sync)
+
+
+def _with_output_tokens(add_request: Callable[..., Any]) -> Callable[..., Any]:
+    """Why: the runner builds a new request's state with no output tokens (gpu_model_runner.py:1276), so a beta would read
+    its last token, penalties and generator position from nowhere. Done once per state: rows are added again after a pause."""
+    import torch
+
+    from vllm_plugin.micro_requests import plan_of
+
+    @functools.wraps(add_request)
+    def wrapper(self: Any, request: Any) -> Any:
+        plan = plan_of(request.sampling_params and request.sampling_params.extra_args)
+        if plan is not None and plan.output_token_ids and not hasattr(request, "_dynaserve_done"):
+            request._dynaserve_done = True
+            request.output_token_ids.extend(plan.output_token_ids)
+            if request.generator is not None:
+                _advance_generator(torch, request.generator, len(plan.output_token_ids))
+        return add_request(self, request)
+
+    return wrapper
+
+
+def _advance_generator(torch: Any, generator: Any, tokens: int) -> None:
+    """Puts a seeded generator where it stands after `tokens` sampled tokens."""
+    if generator.device.type == "cuda":  # exponential_ takes one Philox offset of 4 a token (not run here)
+        generator.set_offset(generator.get_offset() + 4 * tokens)
+    else:  # topk_topp_sampler.py:346 draws one integer a token
+        torch.randint(0, 2**31, (tokens,), generator=generator, dtype=torch.long)
+
+
+def _without_discarded_generators(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """Why: a row whose prompt is not complete is sampled and thrown away; the runner then rewinds its generator, which a CPU
+    generator cannot do: it raises and ends the engine (gpu_model_runner.py:3502). Such rows draw from the global generator."""
+
+    @functools.wraps(sample)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == "cpu":
+            generators = self.input_batch.generators
+            discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]
+            self._dynaserve_hidden = {int(row): generators.pop(int(row)) for row in discarded if int(row) in generators}
+        return sample(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _with_discarded_generators(bookkeeping: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(bookkeeping)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return bookkeeping(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators.update(self.__dict__.pop("_dynaserve_hidden", {}))
+
+    return wrapper
+
+
+# -- the front-end process -----------------------------------------------------------------------------------------------
+
+
+def install_fleet_client(make_client: Callable[[Any], Any]) -> None:
+    """Puts our engine-core client under AsyncLLM, which has no parameter for one (VLLM_FACTS 6.1)."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda **kwargs: make_client(kwargs["vllm_config"]))

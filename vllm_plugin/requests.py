@@ -1,0 +1,48 @@
+"""What DynaServe reads from a request, and which requests it does not cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.v1.engine import EngineCoreRequest
+
+SPLIT_ARG = "dynaserve_split"
+"""`vllm_xargs` key: the token at which to cut, as vLLM counts `num_computed_tokens`; 0 runs the request whole."""
+TRANSPORT_ARG = "dynaserve_transport"
+"""`vllm_xargs` key: the transport for this request's KV, for comparisons and for finding faults."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutRequest:
+    """The part of a request that decides about its cut; token counts."""
+
+    prompt_tokens: int
+    max_tokens: int
+    forced_split: int | None
+    transport: str | None
+
+    @classmethod
+    def of(cls, request: EngineCoreRequest) -> CutRequest:
+        params = request.sampling_params
+        if params is None or params.max_tokens is None:
+            raise ValueError(f"request {request.request_id} has no sampling parameters or no max_tokens")
+        extra_args = params.extra_args or {}
+        return cls(len(request.prompt_token_ids or ()), params.max_tokens, extra_args.get(SPLIT_ARG), extra_args.get(TRANSPORT_ARG))
+
+
+def why_whole(request: EngineCoreRequest, obstacles: Sequence[str | None]) -> str | None:
+    """The reason why this request cannot be cut exactly; None: it can. obstacles: of the instances."""
+    params = request.sampling_params
+    if params is None:
+        return "pooling"
+    reasons = {
+        "prompt_embeds": request.prompt_embeds is not None or not request.prompt_token_ids,
+        "multimodal": bool(request.mm_features),
+        "streaming_input": request.resumable,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "structured_outputs": params.structured_outputs is not None,
+        "lora": request.lora_request is not None,
+    }
+    reasons |= {obstacle.replace(" ", "_"): True for obstacle in obstacles if obstacle is not None}
+    return next((reason for reason, holds in reasons.items() if holds), None)
