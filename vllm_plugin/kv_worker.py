@@ -15,7 +15,7 @@ from dynaserve.kv_transfer.agent import Agent, Results, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Expect
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import KvLayers
-from dynaserve.kv_transfer.transports import transport_class
+from dynaserve.kv_transfer.transports import make_transport
 from dynaserve.messages import WorkerDescription
 from vllm_plugin.micro_requests import Command, Reserve
 from vllm_plugin.options import PluginOptions
@@ -35,7 +35,7 @@ class KvWorker:
         names = sorted(kv_caches)
         kv = KvLayers([_as_bytes(name, kv_caches[name]) for name in names])
         worker_id = uuid.uuid4().hex
-        transports = {name: transport_class(name)(worker_id, options.host, kv) for name in options.transports}
+        transports = {name: make_transport(name, worker_id, options.host, kv) for name in options.transports}
         self._rank = get_tensor_model_parallel_rank()
         self._device = kv.layers[0].device
         self.agent = Agent(worker_id, options.host, kv.block_bytes, transports)

@@ -108,6 +108,7 @@ class Outgoing:
     in_flight: tuple[int, ...] = ()
     final: bool = False
     stopped: bool = False
+    stop_told: bool = False
     broken: bool = False
     revoked_by: WorkerEndpoint | None = None
 
@@ -213,7 +214,8 @@ class Sender:
         done: list[Instruction] = [Sent(transfer_id, len(indexes), before_end=not transfer.final)]
         if grant is not None and grant.transport in self.one_sided:
             done.append(Tell(grant.receiver, Blocks(transfer_id, self.worker_id, grant.transport, list(indexes))))
-        return done + (self._settle(transfer_id) or self._advance(transfer_id))
+        answers = self._settle(transfer_id)
+        return done + answers + (self._advance(transfer_id) if transfer_id in self.transfers else [])
 
     def _on_push_failed(self, transfer_id: str, reason: str) -> list[Instruction]:
         transfer = self.transfers[transfer_id]
@@ -237,9 +239,13 @@ class Sender:
         if transfer.revoked_by is not None:
             answers.append(Tell(transfer.revoked_by, Closed(transfer_id)))
             transfer.grant = transfer.revoked_by = None
-            transfer.broken = True
+            if not transfer.stopped:
+                # Without a grant nothing leaves: what A may still say of this transfer starts it afresh, up to its Stop.
+                del self.transfers[transfer_id]
         if transfer.stopped:
-            answers.append(SendingStopped(transfer_id))
+            if not transfer.stop_told:
+                transfer.stop_told = True
+                answers.append(SendingStopped(transfer_id))
             self._forget_if_over(transfer_id)
         return answers
 

@@ -1,0 +1,117 @@
+"""Mooncake's transfer engine as a transport: one-sided writes from the sender's paged cache into the receiver's.
+
+Nothing is staged: each layer's memory is registered once, and a push names source and target addresses.  TCP by default
+(what runs without special hardware); `DYNASERVE_MOONCAKE_PROTOCOL=rdma` and the like reach the same engine on hosts that
+have it (not run yet).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from dynaserve.kv_transfer.transport import KvLayers, TransportError, TransportUnavailable, WorkerEndpoint
+
+PROTOCOL_VARIABLE = "DYNASERVE_MOONCAKE_PROTOCOL"
+_LIBRARIES = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """session: of the peer's engine (`host:port`). layers: address of block 0 in every layer."""
+
+    session: str
+    layers: list[int]
+
+
+class MooncakeTransport:
+    """See the module; `Transport` has the contract."""
+
+    name = "mooncake"
+    one_sided = True
+
+    def __init__(self, worker_id: str, host: str, kv: KvLayers) -> None:
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise TransportUnavailable(
+                f"the Mooncake transfer engine does not load ({error}): pip install 'dynaserve[mooncake]' and {_LIBRARIES}"
+            ) from error
+        self._kv = kv
+        self._engine = TransferEngine()
+        protocol = os.environ.get(PROTOCOL_VARIABLE, "tcp")
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+            raise TransportUnavailable(f"the Mooncake transfer engine does not start with protocol {protocol} on {host}")
+        self._registered = _regions(kv)
+        for start, length in self._registered:
+            if self._engine.register_memory(start, length) != 0:
+                raise TransportUnavailable(f"Mooncake cannot register {length} bytes of KV cache with protocol {protocol}")
+        session = f"{host}:{self._engine.get_rpc_port()}"
+        layers = [layer.data_ptr() for layer in kv.layers]
+        self._address = msgspec.json.encode(_Address(session, layers)).decode()
+        self._peers: dict[str, _Address] = {}
+
+    def address(self) -> str:
+        return self._address
+
+    def push(self, peer: WorkerEndpoint, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+        address = self._peers.get(peer.worker_id) or self._learn(peer)
+        sources: list[int] = []
+        targets: list[int] = []
+        lengths: list[int] = []
+        runs = list(_runs(local_blocks, remote_blocks))
+        for layer, remote in zip(self._kv.layers, address.layers, strict=True):
+            stride, width = layer.stride(0), layer.shape[1]
+            for local_start, remote_start, blocks in runs if stride == width else _single(runs):
+                sources.append(layer.data_ptr() + local_start * stride)
+                targets.append(remote + remote_start * stride)
+                lengths.append((blocks - 1) * stride + width)
+        status = self._engine.batch_transfer_sync_write(address.session, sources, targets, lengths)
+        if status != 0:
+            raise TransportError(f"push to worker {peer.worker_id} at {address.session} failed with Mooncake status {status}")
+
+    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int]) -> None:
+        raise NotImplementedError("Mooncake writes are one-sided")
+
+    def discard(self, peer: WorkerEndpoint, num_blocks: int) -> None:
+        raise NotImplementedError("Mooncake writes are one-sided")
+
+    def drop(self, peer: WorkerEndpoint) -> None:
+        """The engine keeps its own connections and opens new ones as needed."""
+        self._peers.pop(peer.worker_id, None)
+
+    def close(self) -> None:
+        for start, _ in self._registered:
+            self._engine.unregister_memory(start)
+        self._registered = []
+
+    def _learn(self, peer: WorkerEndpoint) -> _Address:
+        try:
+            address = self._peers[peer.worker_id] = msgspec.json.decode(peer.transports[self.name], type=_Address)
+        except (KeyError, msgspec.MsgspecError) as error:
+            raise TransportError(f"worker {peer.worker_id} has no usable Mooncake address: {error}") from error
+        return address
+
+
+def _regions(kv: KvLayers) -> list[tuple[int, int]]:
+    """(address, bytes) of every piece of memory that holds layers; several layers often share one."""
+    storages = {layer.untyped_storage().data_ptr(): layer.untyped_storage().nbytes() for layer in kv.layers}
+    return sorted(storages.items())
+
+
+def _runs(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first local, first remote, length) of the stretches in which both sides count up by one."""
+    pairs = zip(local_blocks, remote_blocks, strict=True)
+    numbered = enumerate(pairs)
+    for _, group in itertools.groupby(numbered, key=lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
+        run = [pair for _, pair in group]
+        yield run[0][0], run[0][1], len(run)
+
+
+def _single(runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The same blocks one by one, for layers whose blocks do not follow each other in memory."""
+    for local, remote, blocks in runs:
+        for i in range(blocks):
+            yield local + i, remote + i, 1

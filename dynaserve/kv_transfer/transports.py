@@ -1,0 +1,26 @@
+"""The transports by name; each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from dynaserve.errors import ConfigError
+from dynaserve.kv_transfer.transport import KvLayers, Transport
+
+TRANSPORTS = {
+    "torch": "dynaserve.kv_transfer.torch_transport:TorchTransport",
+    "mooncake": "dynaserve.kv_transfer.mooncake_transport:MooncakeTransport",
+}
+
+
+def make_transport(name: str, worker_id: str, host: str, kv: KvLayers) -> Transport:
+    """The transport of this name, or of this `module:Class`. Raises ConfigError; TransportUnavailable from its constructor."""
+    module, colon, attribute = TRANSPORTS.get(name, name).partition(":")
+    if not colon:
+        raise ConfigError(f"transport {name!r} is neither one of {', '.join(TRANSPORTS)} nor a module:Class")
+    try:
+        transport_class = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"transport {name!r} cannot be loaded: {error}") from error
+    transport: Transport = transport_class(worker_id, host, kv)
+    return transport

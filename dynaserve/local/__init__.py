@@ -1,0 +1,1 @@
+"""The embedded default: what runs the real thing on one machine without accelerator."""

@@ -1,0 +1,25 @@
+"""A transport that flips one exponent bit of one block of every push: what the exactness tests must notice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from dynaserve.kv_transfer.torch_transport import TorchTransport
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+
+_EXPONENT_BIT = 0x40
+_FLOAT32_BYTES = 4
+
+
+class BitFlip(TorchTransport):
+    """Damages the first block of each push, after it has arrived and before anybody reads it."""
+
+    name = "tests.e2e.bit_flip:BitFlip"
+
+    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int]) -> None:
+        super().receive(peer, local_blocks)
+        rng = random.Random(local_blocks[0])
+        layer = rng.choice(self._kv.layers)
+        number = rng.randrange(layer.shape[1] // _FLOAT32_BYTES)
+        layer[local_blocks[0], _FLOAT32_BYTES * number + _FLOAT32_BYTES - 1] ^= _EXPONENT_BIT
