@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "serve": ("vllm_plugin.frontend:main", "serve an OpenAI-compatible endpoint over a fleet of instances"),
+    "serve": ("dynaserve.serve:main", "serve an OpenAI-compatible endpoint over a fleet of instances"),
 }
 
 

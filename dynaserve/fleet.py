@@ -39,30 +39,35 @@ def describe(url: str, timeout_s: float = 10.0) -> InstanceDescription:
         raise ConfigError(f"instance {url} describes itself in another format (version mismatch?): {error}") from error
 
 
-def join(model: str, urls: Sequence[str]) -> list[Instance]:
+def join(urls: Sequence[str]) -> list[Instance]:
     """The fleet of these URLs, in their order; raises ConfigError, naming both values, where two do not fit."""
     names = [url.rstrip("/") for url in urls]
     if len(set(names)) != len(names):
         raise ConfigError(f"an instance is named twice: {' '.join(names)}")
     instances = [Instance(name, describe(name)) for name in names]
     for instance in instances:
-        check(model, instance, instances[0])
+        check(instance, instances[0])
     return instances
 
 
-def check(model: str, instance: Instance, first: Instance) -> None:
-    """Raises ConfigError if `instance` serves something else than `model`, or cannot exchange KV with `first`."""
+def check(instance: Instance, first: Instance) -> None:
+    """Raises ConfigError, naming both values, if `instance` cannot serve and exchange KV beside `first`."""
     name, ours, theirs = instance.instance_id, first.description, instance.description
     if theirs.protocol_version != PROTOCOL_VERSION:
         raise ConfigError(f"instance {name} speaks protocol {theirs.protocol_version}, this front-end {PROTOCOL_VERSION}")
-    if theirs.model != model:
-        raise ConfigError(f"instance {name} serves model {theirs.model}, this front-end {model}")
     for field in _MUST_BE_EQUAL:
         if (mine := getattr(ours, field)) != (other := getattr(theirs, field)):
             raise ConfigError(f"{field} differs: {first.instance_id} has {mine}, {name} has {other}")
     for mine, other in zip(ours.workers, theirs.workers, strict=True):
         if mine.kv_layout != other.kv_layout:
             raise ConfigError(f"KV layout differs: {first.instance_id} has {mine.kv_layout}; {name} has {other.kv_layout}")
+
+
+def check_model(model: str, instances: Sequence[Instance]) -> None:
+    """Raises ConfigError if an instance serves something else than `model`."""
+    for instance in instances:
+        if instance.description.model != model:
+            raise ConfigError(f"instance {instance.instance_id} serves model {instance.description.model}, this front-end {model}")
 
 
 def choose_transport(instances: Sequence[Instance], wanted: str | None) -> str:

@@ -49,7 +49,6 @@ def test_a_process_that_never_serves_is_named(tmp_path: Path) -> None:
     try:
         with pytest.raises(FleetFailed, match="instance-0 is not healthy"):
             fleet.wait_healthy({"instance-0": fleet.urls[0]}, deadline=time.monotonic())
-        assert fleet.pids["instance-0"]
     finally:
         fleet.stop()
     assert fleet.pids == {}

@@ -127,6 +127,19 @@ def test_ctrl_c_at_the_terminal_reaches_the_parent_only(tree: Child) -> None:
     assert os.getsid(tree.guard.pid) != os.getsid(0)
 
 
+def test_errors_are_the_first_different_ones_of_the_log(tmp_path: Path) -> None:
+    lines = [
+        "(Worker pid=1) ERROR [worker.py:7] ModuleNotFoundError: No module named 'x'",
+        "Traceback",
+        "a.b.OtherError: why",
+        "no Error: said",
+    ]
+    child = start_child("failing", [sys.executable, "-c", f"print(*{[*lines, lines[0]]}, sep='\\n')"], tmp_path / "failing.log")
+    child.guard.wait()
+    assert child.errors() == ["ModuleNotFoundError: No module named 'x'", "a.b.OtherError: why"]
+    stop_children([child])
+
+
 def test_command_that_fails_shows_its_status_and_last_lines(tmp_path: Path) -> None:
     child = start_child("failing", [sys.executable, "-c", "print('one'); print('two'); raise SystemExit(7)"], tmp_path / "failing.log")
     child.guard.wait()

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
@@ -31,7 +30,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from dynaserve import fleet
 from dynaserve.errors import BadRequest, ConfigError, NoInstance
-from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy
+from dynaserve.global_scheduler import GlobalScheduler
+from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
 from vllm_plugin.frontend_routes import FrontendEndpoint
@@ -60,64 +60,43 @@ class FleetLLM(AsyncLLM):
 def make_parser() -> argparse.ArgumentParser:
     """vLLM's own options of `vllm serve`, and ours. Those of the engine are read by the instances, not here."""
     parser = FlexibleArgumentParser(prog="dynaserve serve", description="Serve an OpenAI-compatible endpoint over a fleet of instances.")
-    group = parser.add_argument_group("DynaServe front-end")
-    group.add_argument("--instances", nargs="+", required=True, metavar="URL", help="instances (vllm serve MODEL --plugin dynaserve)")
-    group.add_argument("--policy", default="colocated", help="colocated | disaggregated | fixed:RATIO (default: %(default)s)")
-    group.add_argument("--transport", default=None, help="how KV moves between instances (default: the first that all offer)")
+    add_arguments(parser)
     parser = make_arg_parser(parser)
     assert isinstance(parser, argparse.ArgumentParser)
     return parser
 
 
-def main(argv: list[str]) -> None:
-    """Runs until SIGTERM or SIGINT. Exit status 2, with one sentence, where an option or an instance does not fit."""
+def serve(argv: list[str], config: FrontendConfig | None) -> None:
+    """Runs the server until it is told to stop; `config` is None only where `argv` asks for help. Raises ConfigError."""
     args = make_parser().parse_args(argv)
+    assert config is not None
     if args.model_tag is not None:
         args.model = args.model_tag
     configure_logging_from_args(args)
-    try:
-        policy = _policy(args.policy)
-        validate_parsed_serve_args(args)
-        instances = fleet.join(args.model, args.instances)
-        transport = fleet.choose_transport(instances, args.transport)
-        client = _prepare(args, instances, policy, transport)
-        uvloop.run(_serve(args, client))
-    except ConfigError as error:
-        print(f"dynaserve serve: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
-def _policy(text: str) -> Options:
-    try:
-        return parse_policy(text)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _prepare(args: argparse.Namespace, instances: list[fleet.Instance], policy: Options, transport: str) -> list[FleetClient]:
-    """Fits vLLM's configuration to the instances' and installs our client; the returned list holds it once it exists."""
+    fleet.check_model(args.model, config.instances)
     patches.check_vllm()
+    _fit(args, config)
+    validate_parsed_serve_args(args)
+    client = FleetClient(config.instances, GlobalScheduler(config.policy), config.transport)
+    patches.install_fleet_client(lambda _: client)
+    patches.install_endpoint(FrontendEndpoint)
+    uvloop.run(_serve(args, client))
+
+
+def _fit(args: argparse.Namespace, config: FrontendConfig) -> None:
+    """Takes from the instances what vLLM's server must know of its engine, and loads what the command line names."""
     if args.tool_parser_plugin and len(args.tool_parser_plugin) > 3:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin and len(args.reasoning_parser_plugin) > 3:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    longest = min(instance.description.max_model_len for instance in instances)
+    longest = min(instance.description.max_model_len for instance in config.instances)
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(f"--max-model-len {args.max_model_len} is more than the instances' {longest}")
     args.max_model_len = args.max_model_len or longest
-    args.served_model_name = args.served_model_name or instances[0].description.served_model_names
-    clients: list[FleetClient] = []
-
-    def make_client(_: Any) -> FleetClient:
-        clients.append(FleetClient(instances, GlobalScheduler(policy), transport))
-        return clients[0]
-
-    patches.install_fleet_client(make_client)
-    patches.install_endpoint(FrontendEndpoint)
-    return clients
+    args.served_model_name = args.served_model_name or config.instances[0].description.served_model_names
 
 
-async def _serve(args: argparse.Namespace, clients: list[FleetClient]) -> None:
+async def _serve(args: argparse.Namespace, client: FleetClient) -> None:
     signal.signal(signal.SIGTERM, _stop_while_starting)
     listen_address, sock = setup_server(args, reuse_port=False)
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -129,7 +108,7 @@ async def _serve(args: argparse.Namespace, clients: list[FleetClient]) -> None:
         disable_log_stats=engine_args.disable_log_stats,
     )
     try:
-        await clients[0].connect()
+        await client.connect()
         shutdown_task = await build_and_serve(llm, listen_address, sock, args)
         await shutdown_task
     finally:

@@ -80,7 +80,7 @@ class KvWorker:
         """On CPU the forward pass is complete when the connector is called; on CUDA it is only launched (not run here)."""
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
 

@@ -32,7 +32,7 @@ class MooncakeTransport:
     name = "mooncake"
     one_sided = True
 
-    def __init__(self, worker_id: str, host: str, kv: KvLayers) -> None:
+    def __init__(self, worker_id: str, host: str, kv: KvLayers) -> None:  # noqa: ARG002 - the engine names itself
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:

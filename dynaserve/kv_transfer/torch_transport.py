@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
+import torch.distributed as dist
 
 from dynaserve.kv_transfer.transport import KvLayers, TransportError, WorkerEndpoint
 
@@ -29,9 +30,9 @@ DEFAULT_TIMEOUT_S = 20.0
 
 @dataclass
 class _Channel:
-    """One directed pair; `staging` holds one piece."""
+    """One directed pair; `group` is a torch ProcessGroup, `staging` holds one piece."""
 
-    group: ProcessGroup
+    group: Any
     generation: int
     staging: torch.Tensor
 
@@ -52,7 +53,7 @@ class TorchTransport:
         # A bound socket of our own: by itself the store listens on all interfaces.
         listener = socket.create_server((host, 0))
         self._address = f"{host}:{listener.getsockname()[1]}"
-        self._store = TCPStore(
+        self._store = dist.TCPStore(
             host,
             listener.getsockname()[1],
             is_master=True,
@@ -117,7 +118,7 @@ class TorchTransport:
 
     def _open_outgoing(self, peer: WorkerEndpoint) -> _Channel:
         host, _, port = peer.transports[self.name].rpartition(":")
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
         pair = (self._worker_id, peer.worker_id)
         generation = self._generations[pair] = self._generations.get(pair, 0) + 1
         store.set(_generation_key(*pair, generation), "open")
@@ -131,26 +132,24 @@ class TorchTransport:
         return self._open(self._incoming, peer, self._store, pair, generation, rank=1)
 
     def _open(
-        self, channels: dict[str, _Channel], peer: WorkerEndpoint, store: TCPStore, pair: tuple[str, str], generation: int, rank: int
+        self, channels: dict[str, _Channel], peer: WorkerEndpoint, store: dist.TCPStore, pair: tuple[str, str], generation: int, rank: int
     ) -> _Channel:
-        group = self._make_group(PrefixStore(f"{pair[0]}->{pair[1]}/{generation}", store), rank)
+        group = self._make_group(dist.PrefixStore(f"{pair[0]}->{pair[1]}/{generation}", store), rank)
         staging = torch.empty(self._blocks_per_piece * self._kv.block_bytes, dtype=torch.uint8, device=self._device)
         channel = _Channel(group, generation, staging)
         with self._lock:
             channels[peer.worker_id] = channel
         return channel
 
-    def _make_group(self, store: PrefixStore, rank: int) -> ProcessGroup:
+    def _make_group(self, store: dist.PrefixStore, rank: int) -> Any:
         if self._device.type == "cuda":
-            from torch.distributed import ProcessGroupNCCL
-
-            nccl = ProcessGroupNCCL.Options()
+            nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = self._timeout
-            return ProcessGroupNCCL(store, rank, 2, nccl)
-        gloo = ProcessGroupGloo._Options()
-        gloo._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
+            return dist.ProcessGroupNCCL(store, rank, 2, nccl)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         gloo._timeout = self._timeout
-        return ProcessGroupGloo(store, rank, 2, gloo)
+        return dist.ProcessGroupGloo(store, rank, 2, gloo)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 

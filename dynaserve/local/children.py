@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections import deque
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 
 GUARD_MARGIN_S = 15.0
+ERROR = re.compile(r"(?:^|(?<= ))[\w.]+(?:Error|Exception): \S.*")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Child:
             return psutil.Process(self.guard.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+    def errors(self, count: int = 3) -> list[str]:
+        """The first different `SomeError: ...` of the log: the cause, which the last lines often do not show."""
+        with self.log.open(errors="replace") as lines:
+            found = dict.fromkeys(match[0] for line in lines if (match := ERROR.search(line)))
+        return list(found)[:count]
 
     def last_lines(self, count: int = 20) -> str:
         with self.log.open(errors="replace") as lines:

@@ -174,4 +174,5 @@ def _is_healthy(url: str) -> bool:
 
 
 def _log_end(child: Child) -> str:
-    return f"the end of {child.log}:\n{child.last_lines()}"
+    errors = "".join(f"\n  {line}" for line in child.errors())
+    return f"the end of {child.log}:\n{child.last_lines()}" + (f"\nIts first errors:{errors}" if errors else "")

@@ -1,19 +1,48 @@
-"""One fleet of real engines for the whole session."""
+"""One fleet of real engines for the whole session: two instances and a front-end, a random float32 model."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.model import cache_dir, random_model, smollm2
+from tests.conftest import mooncake_missing
+from tests.e2e.bit_flip import BitFlip
 from tests.e2e.fleet import FleetUnderTest
+
+REPOSITORY = Path(__file__).parents[2]
+CHUNK_TOKENS = 64
 
 
 @pytest.fixture(scope="session")
-def fleet() -> Iterator[FleetUnderTest]:
-    frontend, *instances = [httpx.Client(base_url=url, timeout=120) for url in os.environ["DYNASERVE_TEST_FLEET"].split()]
-    under_test = FleetUnderTest(frontend, instances, frontend.get("/v1/models").json()["data"][0]["id"])
-    yield under_test
-    under_test.wait_until_empty()
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
+    model = random_model(smollm2(), cache_dir() / "random-llama", seed=1)
+    transports = ["torch", *([] if mooncake_missing() else ["mooncake"]), BitFlip.name]
+    local = LocalFleet(
+        model,
+        vllm_args=["--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-num-seqs", "32", "--dynaserve-transports", *transports],
+        max_model_len=2048,
+        env={"PYTHONPATH": str(REPOSITORY)},
+        log_dir=tmp_path_factory.mktemp("fleet"),
+    )
+    with local:
+        frontend, *instances = [httpx.Client(base_url=url, timeout=120) for url in (local.frontend_url, *local.urls)]
+        under_test = FleetUnderTest(frontend, instances, str(model))
+        yield under_test
+        under_test.wait_until_empty()
+        for client in (frontend, *instances):
+            client.close()
+    assert_no_errors_logged(local)
+
+
+def assert_no_errors_logged(local: LocalFleet) -> None:
+    """An exception that nobody sees is still one."""
+    assert local.log_dir is not None
+    for log in local.log_dir.glob("*.log"):
+        serving, _, _ = log.read_text().partition("[shutdown]")  # vLLM itself reports its dead engine core when it is stopped
+        errors = [line for line in serving.splitlines() if " ERROR " in line or "Traceback" in line]
+        assert not errors, (log.name, errors[:5])

@@ -108,7 +108,7 @@ def impostor(status: int, body: bytes) -> Iterator[str]:
     """An HTTP server that answers every GET the same."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body)
