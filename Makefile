@@ -10,8 +10,8 @@ help:       ## show this list
 demo: runtime ## start a local fleet, cut one request at four places, stop the fleet
 	$(BIN)/python -m dynaserve.local.demo
 
-up: runtime ## start a local fleet and keep it until Ctrl-C
-	$(BIN)/python -m dynaserve.local.demo --stay
+up: runtime ## start a local fleet and keep it until Ctrl-C (front-end on PORT=8000)
+	$(BIN)/python -m dynaserve.local.demo --stay $(if $(PORT),--port $(PORT))
 
 test: dev test-cpp ## run all tests, also those that start real engines
 	$(BIN)/pytest

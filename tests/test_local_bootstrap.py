@@ -120,6 +120,10 @@ def test_stamp_covers_what_has_the_same_inputs_and_no_more_extras(wanted: Stamp,
     assert INSTALLED.covers(wanted) is is_covered
 
 
+def test_what_was_installed_for_development_stays() -> None:
+    assert replace(INSTALLED, extras=("cpu",)).keeping_extras_of(INSTALLED).extras == ("cpu", "demo")
+
+
 def test_a_changed_core_keeps_the_packages() -> None:
     assert INSTALLED.has_packages_of(replace(INSTALLED, core="another"))
 

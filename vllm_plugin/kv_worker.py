@@ -82,7 +82,8 @@ class KvWorker:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return event.synchronize
+        wait: Callable[[], None] = event.synchronize
+        return wait
 
 
 def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if "--plugin" in parser._option_string_actions:
         return
     group = parser.add_argument_group("DynaServe", "Serve micro-requests of a DynaServe fleet (needs --plugin dynaserve).")
-    group.add_argument("--plugin", action="append", default=[], metavar="NAME", help="turn on a plugin; 'dynaserve' is ours")
+    group.add_argument("--plugin", action="append", default=[], choices=[PLUGIN], help="turn on DynaServe in this server")
     group.add_argument(
         "--dynaserve-host",
         default=PluginOptions.host,

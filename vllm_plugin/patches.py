@@ -110,9 +110,6 @@ def install_command_line() -> None:
 
 def turn_on(args: argparse.Namespace) -> None:
     """Makes this `vllm serve` an instance: our scheduler, connector and gateway. Raises ConfigError."""
-    unknown = [name for name in args.plugin if name != PLUGIN]
-    if unknown:
-        raise ConfigError(f"--plugin {unknown[0]}: the only plugin that this option knows is {PLUGIN}")
     check_vllm()
     for flag, limit in (("api_server_count", 1), ("data_parallel_size", 1), ("pipeline_parallel_size", 1)):
         value = getattr(args, flag, None) or 1

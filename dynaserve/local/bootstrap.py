@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +70,9 @@ class Stamp:
     def has_packages_of(self, wanted: Stamp) -> bool:
         return self.packages == wanted.packages and set(wanted.extras) <= set(self.extras)
 
+    def keeping_extras_of(self, installed: Stamp) -> Stamp:
+        return replace(self, extras=(*self.extras, *(extra for extra in installed.extras if extra not in self.extras)))
+
     def covers(self, wanted: Stamp) -> bool:
         return self.has_packages_of(wanted) and self.core == wanted.core
 
@@ -111,6 +114,8 @@ def bootstrap(wanted: Stamp) -> None:
         if not _venv_works():
             run_step("Virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)], LOG)
             installed = None
+        if installed is not None:
+            wanted = wanted.keeping_extras_of(installed)
         if installed is None or not installed.has_packages_of(wanted):
             _install_packages(wanted.extras)
         elif installed.core != wanted.core:

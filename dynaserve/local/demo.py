@@ -56,7 +56,7 @@ def main() -> None:
     try:
         run(console, stay=args.stay, port=args.port)
     except (DynaServeError, openai.OpenAIError, httpx.HTTPError) as exc:
-        console.print(f"demo: {exc}", markup=False, style="red")
+        console.print(f"demo: {exc}", markup=False, soft_wrap=True, style="red")
         raise SystemExit(2 if isinstance(exc, ConfigError) else 1) from exc
     except KeyboardInterrupt:
         console.print("\nStopped.")

@@ -1,0 +1,140 @@
+"""Transfer agents with real sockets and a real transport."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import zmq
+
+from dynaserve.kv_transfer import receiver as rx
+from dynaserve.kv_transfer import sender as tx
+from dynaserve.kv_transfer.agent import Agent, Results
+from dynaserve.kv_transfer.transport import KvLayers
+from dynaserve.kv_transfer.transports import make_transport
+
+torch = pytest.importorskip("torch")
+
+LAYERS, BLOCKS, BLOCK_BYTES = 3, 128, 4096
+
+
+@dataclass
+class Node:
+    """An agent with its cache, and everything that it has reported so far."""
+
+    name: str
+    kv: KvLayers = field(init=False)
+    agent: Agent = field(init=False)
+    seen: Results = field(default_factory=Results)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(ord(self.name[-1]))
+        self.kv = KvLayers([torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8, generator=generator) for _ in range(LAYERS)])
+        self.agent = Agent(self.name, "127.0.0.1", self.kv.block_bytes, {"torch": make_transport("torch", self.name, "127.0.0.1", self.kv)})
+
+    def poll(self) -> Results:
+        new = self.agent.take_results()
+        for mine, theirs in (
+            (getattr(self.seen, name), getattr(new, name)) for name in ("sending_stopped", "received", "lost_blocks", "reports")
+        ):
+            mine.extend(theirs)
+        return self.seen
+
+    def block(self, index: int) -> bytes:
+        return b"".join(bytes(layer[index].tolist()) for layer in self.kv.layers)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "this never happens"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    a, b = Node("a"), Node("b")
+    yield a, b
+    for node in (a, b):
+        until(lambda node=node: not sum(node.agent.open_transfers().values()))  # type: ignore[misc]
+        node.agent.close()
+        node.agent.close()
+
+
+def expect(b: Node, a: Node, transfer: str, blocks: tuple[int, ...]) -> None:
+    b.agent.submit(rx.Expect(transfer, a.agent.endpoint, "torch", 0, blocks))
+
+
+def test_chunks_arrive_while_others_are_still_computed(nodes: tuple[Node, Node]) -> None:
+    a, b = nodes
+    expect(b, a, "t", (10, 11, 12))
+    a.agent.submit(tx.Ready("t", 0, (1, 2), final=False))
+    until(lambda: sum(r.blocks for r in b.poll().reports) == 2)
+    assert b.block(10) == a.block(1)
+    assert not b.seen.received
+    a.agent.submit(tx.Ready("t", 2, (3,), final=True))
+    until(lambda: b.poll().received == ["t"])
+    assert [b.block(i) for i in (10, 11, 12)] == [a.block(i) for i in (1, 2, 3)]
+    a.agent.submit(tx.Stop("t"))
+    until(lambda: a.poll().sending_stopped == ["t"])
+    assert [(r.kind, r.blocks, r.bytes, r.before_end) for r in a.seen.reports] == [
+        ("sent", 2, 2 * b.kv.block_bytes, True),
+        ("sent", 1, b.kv.block_bytes, False),
+    ]
+
+
+def test_transfers_in_both_directions_at_once(nodes: tuple[Node, Node]) -> None:
+    rng = random.Random(5)
+    a, b = nodes
+    sources = {node.name: [node.block(i) for i in range(64)] for node in nodes}
+    plans = [
+        (node, peer, f"{node.name}{i}", rng.sample(range(64), 4), list(range(64 + 4 * i, 68 + 4 * i)))
+        for i in range(16)
+        for node, peer in ((a, b), (b, a))
+    ]
+    rng.shuffle(plans)
+    for source, target, transfer, local, remote in plans:
+        expect(target, source, transfer, tuple(remote))
+        source.agent.submit(tx.Ready(transfer, 0, tuple(local[:3]), final=False))
+        source.agent.submit(tx.Ready(transfer, 3, tuple(local[3:]), final=True))
+    until(lambda: len(a.poll().received) == len(b.poll().received) == 16)
+    for source, target, transfer, local, remote in plans:
+        assert [target.block(i) for i in remote] == [sources[source.name][i] for i in local]
+        source.agent.submit(tx.Stop(transfer))
+
+
+def test_retract_returns_when_nothing_is_read_any_more(nodes: tuple[Node, Node]) -> None:
+    a, b = nodes
+    a.agent.submit(tx.Ready("t", 0, (1, 2, 3), final=False))
+    a.agent.retract(["t"])
+    for layer in a.kv.layers:
+        layer[1:4] = 0  # the engine gives the blocks to somebody else
+    a.agent.submit(tx.Ready("t", 0, (5, 6, 7), final=True))
+    expect(b, a, "t", (10, 11, 12))
+    until(lambda: b.poll().received == ["t"])
+    assert [b.block(i) for i in (10, 11, 12)] == [a.block(i) for i in (5, 6, 7)]
+    a.agent.submit(tx.Stop("t"))
+
+
+def test_a_cancelled_transfer_is_reported_once_the_sender_has_stopped(nodes: tuple[Node, Node]) -> None:
+    a, b = nodes
+    expect(b, a, "t", tuple(range(10, 40)))
+    a.agent.submit(tx.Ready("t", 0, tuple(range(5)), final=False))
+    b.agent.submit(rx.Cancel("t"))
+    until(lambda: b.poll().received == ["t"])
+    assert not b.seen.lost_blocks
+    a.agent.submit(tx.Stop("t"))
+    until(lambda: a.poll().sending_stopped == ["t"])
+
+
+def test_malformed_control_messages_are_dropped_and_counted(nodes: tuple[Node, Node]) -> None:
+    a, _ = nodes
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = 1000
+        socket.connect(a.agent.endpoint.control)
+        for frame in (b"", b"\xc1", b"\x80" * 1000):
+            socket.send(frame)
+        until(lambda: a.agent.dropped_messages == 3)

@@ -1,0 +1,106 @@
+"""The plugin in vLLM's processes: absent without its flag, and never on a vLLM that it does not fit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dynaserve.errors import ConfigError
+
+pytest.importorskip("vllm")
+from vllm_plugin import patches
+
+pytestmark = pytest.mark.vllm
+
+_PROGRAM = """
+import json, sys
+import vllm_plugin
+vllm_plugin.register(); vllm_plugin.register()
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.worker.gpu_input_batch import InputBatch
+import vllm.plugins
+args = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+engine_args = AsyncEngineArgs.from_cli_args(args)
+print(json.dumps({
+    "scheduler": engine_args.scheduler_cls,
+    "connector": getattr(engine_args.kv_transfer_config, "kv_connector", None),
+    "additional": engine_args.additional_config,
+    "outputs_hook": hasattr(AsyncMPClient, "process_engine_outputs"),
+    "endpoints": vllm.plugins.load_endpoint_plugins.__module__,
+    "wrapped": hasattr(vllm.plugins.load_endpoint_plugins, "__wrapped__"),
+    "input_batch": hasattr(InputBatch, "_dynaserve_installed"),
+}))
+"""
+
+
+def parse(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_without_the_flag_nothing_changes() -> None:
+    done = parse("some-model")
+    assert done.returncode == 0, done.stderr
+    state = json.loads(done.stdout.splitlines()[-1])
+    assert state == {
+        "scheduler": None,
+        "connector": None,
+        "additional": {},
+        "outputs_hook": False,
+        "endpoints": "vllm.plugins",
+        "wrapped": False,
+        "input_batch": False,
+    }
+    assert "dynaserve" not in (done.stdout + done.stderr).lower()
+
+
+def test_the_flag_turns_the_instance_on() -> None:
+    done = parse("some-model", "--plugin", "dynaserve", "--dynaserve-port", "7777", "--dynaserve-transports", "mooncake", "torch")
+    assert done.returncode == 0, done.stderr
+    state = json.loads(done.stdout.splitlines()[-1])
+    assert state["scheduler"] == "vllm_plugin.scheduler.make_scheduler"
+    assert state["connector"] == "DynaServeConnector"
+    assert state["additional"] == {"dynaserve": {"host": "127.0.0.1", "port": 7777, "transports": ["mooncake", "torch"]}}
+    assert state["outputs_hook"]
+    assert state["wrapped"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--plugin", "other"], "invalid choice: 'other' (choose from 'dynaserve')"),
+        (["--plugin", "dynaserve", "--api-server-count", "2"], "--api-server-count 2 is not supported with --plugin dynaserve; use 1"),
+        (["--plugin", "dynaserve", "--scheduler-cls", "my.Scheduler"], "--scheduler-cls my.Scheduler conflicts with --plugin dynaserve"),
+    ],
+)
+def test_options_that_do_not_fit_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = parse("some-model", *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr.splitlines()[-1]
+
+
+def test_this_vllm_fits() -> None:
+    patches.check_vllm()
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.33.1")
+    with pytest.raises(ConfigError, match=r"works with vLLM 0\.32\.\*, this is vLLM 0\.33\.1"):
+        patches.check_vllm()
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [("vllm.v1.request:Request.append_output_token_ids", "'token_ids'"), ("vllm.v1.request:Request.never_existed", "no such function")],
+)
+def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch, path: str, found: str) -> None:
+    monkeypatch.setitem(patches._EXPECTED, path, ("self", "something_else"))
+    with pytest.raises(ConfigError, match=f"something_else.*{found}"):
+        patches.check_vllm()
