@@ -99,7 +99,7 @@ class FleetClient:
         self._scheduler = scheduler
         self._transport = transport
         self._live: dict[str, Live] = {}
-        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
         self._context = zmq.asyncio.Context()
         self._sockets: dict[str, zmq.asyncio.Socket] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,7 +123,9 @@ class FleetClient:
             welcome = self._header_decoder.decode(frames[0])
             if not isinstance(welcome, Welcome) or welcome.instance_epoch != instance.description.instance_epoch:
                 raise ConfigError(f"the gateway {instance.description.gateway} does not belong to instance {name}")
-            self._tasks.append(asyncio.create_task(self._listen(name, socket)))
+            task = asyncio.create_task(self._listen(name, socket))
+            task.add_done_callback(self._on_listener_done)
+            self._tasks.append(task)
 
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
@@ -170,7 +172,11 @@ class FleetClient:
         await self._carry_out(live, flow.start())
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        return await self._outputs.get()
+        """Raises what ended a listener: AsyncLLM then fails every request and its health check, loudly."""
+        outputs = await self._outputs.get()
+        if isinstance(outputs, BaseException):
+            raise outputs
+        return outputs
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -209,6 +215,11 @@ class FleetClient:
                 continue
             if isinstance(step, Step):
                 await self._on_step(instance, step, outputs)
+
+    def _on_listener_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.resources.engine_dead = True
+            self._outputs.put_nowait(error)
 
     async def _on_step(self, instance: str, step: Step, outputs: EngineCoreOutputs | None) -> None:
         """Tokens before events: `Parked` means that the alpha's tokens are complete."""

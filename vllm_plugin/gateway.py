@@ -166,6 +166,9 @@ class Gateway:
             except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
                 DROPPED.labels("malformed").inc()
                 logger.warning("dropped a malformed message of %d bytes: %s", sum(map(len, frames)), error)
+            except Exception:  # one message must not end the gateway for all others
+                DROPPED.labels("failed").inc()
+                logger.exception("a message of %d bytes failed", sum(map(len, frames)))
 
     async def _handle(self, identity: bytes, message: ToInstance, frames: Sequence[bytes]) -> None:
         if identity not in self.frontends and not isinstance(message, Hello):

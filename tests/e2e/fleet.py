@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+from dynaserve.local.children import start_child, stop_children
+from dynaserve.local.fleet import free_ports
 
 BLOCK = 32
 VOCABULARY = range(5, 2000)
@@ -106,6 +111,13 @@ class FleetUnderTest:
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
 
+    @staticmethod
+    def read(stream: Iterator[dict[str, Any]], tokens: int) -> None:
+        """Reads until at least this many tokens have come; a chunk may carry several."""
+        seen = 0
+        while seen < tokens:
+            seen += sum(len(choice["token_ids"]) for choice in next(stream)["choices"])
+
     def record(self, answer: Answer) -> dict[str, Any]:
         """The record of a finished request, once both instances have said that they are done with it."""
         return wait_for(lambda: self._ended_record(answer.request_id), f"the record of {answer.request_id}")
@@ -138,6 +150,22 @@ class FleetUnderTest:
             raise AssertionError(f"still held: {self.held()}") from error
 
     @contextmanager
+    def another_frontend(self, log_dir: Path, *arguments: str) -> Iterator[FleetUnderTest]:
+        """A second front-end over the same instances."""
+        (port,) = free_ports(1)
+        urls = [str(instance.base_url).rstrip("/") for instance in self.instances]
+        command = [sys.executable, "-m", "dynaserve.cli", "serve", self.model, "--instances", *urls]
+        command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+        child = start_child("frontend", command, log_dir / "frontend.log", {}, grace_s=20.0)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                wait_for(lambda: child.exit_status is not None or is_healthy(client), f"the front-end ({child.log})", timeout_s=120)
+                assert child.exit_status is None, child.last_lines()
+                yield FleetUnderTest(client, self.instances, self.model)
+        finally:
+            stop_children([child])
+
+    @contextmanager
     def others_running(self, clients: int = 6) -> Iterator[None]:
         """Keeps both instances busy: clients that ask one question after the other while the block runs."""
         over = threading.Event()
@@ -159,6 +187,13 @@ class FleetUnderTest:
                 over.set()
             for task in tasks:
                 task.result()
+
+
+def is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
 
 
 def wait_for(probe: Any, what: str, timeout_s: float = 20.0) -> Any:

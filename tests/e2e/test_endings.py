@@ -24,12 +24,12 @@ def _nothing_leaks(fleet: FleetUnderTest) -> Iterator[None]:
 @pytest.mark.parametrize("split", [1, 100, 199, 200, 210, 400])
 @pytest.mark.parametrize("tokens_seen", [0, 1, 15])
 def test_client_that_goes_away(fleet: FleetUnderTest, split: int, tokens_seen: int) -> None:
-    stream = fleet.stream(fleet.body(PROMPT, split=split, max_tokens=600))
+    body = fleet.body(PROMPT, split=split, max_tokens=1800)
     if tokens_seen == 0:
-        with fleet.frontend.stream("POST", "/v1/completions", json=fleet.body(PROMPT, split=split, max_tokens=600, stream=True)):
+        with fleet.frontend.stream("POST", "/v1/completions", json=body | {"stream": True}):
             return
-    for _ in range(tokens_seen):
-        next(stream)
+    stream = fleet.stream(body)
+    fleet.read(stream, tokens_seen)
     stream.close()  # type: ignore[attr-defined]
 
 
@@ -74,10 +74,7 @@ def test_end_of_sequence_before_the_cut(fleet: FleetUnderTest, split: int) -> No
 
 def test_many_requests_at_once(fleet: FleetUnderTest) -> None:
     """More streams than fit into one batch, opened together, closed at different tokens."""
-    streams = [fleet.stream(fleet.body(prompt_of(150, seed=i), split=100 + 8 * i, max_tokens=300)) for i in range(12)]
-    for stream in streams:
-        next(stream)
+    streams = [fleet.stream(fleet.body(prompt_of(150, seed=i), split=100 + 8 * i, max_tokens=1500)) for i in range(12)]
     for i, stream in enumerate(streams):
-        for _ in range(i):
-            next(stream)
+        fleet.read(stream, 1 + i)
         stream.close()  # type: ignore[attr-defined]
