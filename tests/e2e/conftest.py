@@ -25,6 +25,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
     local = LocalFleet(
         model,
         vllm_args=["--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-num-seqs", "32", "--dynaserve-transports", *transports],
+        frontend_args=["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
         max_model_len=2048,
         env={"PYTHONPATH": str(REPOSITORY)},
         log_dir=tmp_path_factory.mktemp("fleet"),

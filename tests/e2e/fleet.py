@@ -57,6 +57,14 @@ class FleetUnderTest:
     instances: list[httpx.Client]
     model: str
 
+    @property
+    def url(self) -> str:
+        return str(self.frontend.base_url).rstrip("/")
+
+    @property
+    def instance_urls(self) -> list[str]:
+        return [str(instance.base_url).rstrip("/") for instance in self.instances]
+
     def body(self, prompt: list[int], *, split: int | None = None, transport: str | None = None, **params: Any) -> dict[str, Any]:
         """A greedy request that no prefix cache can serve (its salt is new)."""
         xargs = {"dynaserve_split": split, "dynaserve_transport": transport}
@@ -153,8 +161,7 @@ class FleetUnderTest:
     def another_frontend(self, log_dir: Path, *arguments: str) -> Iterator[FleetUnderTest]:
         """A second front-end over the same instances."""
         (port,) = free_ports(1)
-        urls = [str(instance.base_url).rstrip("/") for instance in self.instances]
-        command = [sys.executable, "-m", "dynaserve.cli", "serve", self.model, "--instances", *urls]
+        command = [sys.executable, "-m", "dynaserve.cli", "serve", self.model, "--instances", *self.instance_urls]
         command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
         child = start_child("frontend", command, log_dir / "frontend.log", {}, grace_s=20.0)
         try:

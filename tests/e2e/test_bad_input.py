@@ -126,19 +126,15 @@ def impostor(status: int, body: bytes) -> Iterator[str]:
             thread.join()
 
 
-def urls(fleet: FleetUnderTest) -> list[str]:
-    return [str(instance.base_url).rstrip("/") for instance in fleet.instances]
-
-
 def test_unknown_policy(fleet: FleetUnderTest) -> None:
-    status, sentence = serve(fleet.model, "--instances", *urls(fleet), "--policy", "best")
+    status, sentence = serve(fleet.model, "--instances", *fleet.instance_urls, "--policy", "best")
     assert status == 2
     assert "'best'" in sentence
     assert "'colocated'" in sentence
 
 
 def test_instance_that_does_not_answer(fleet: FleetUnderTest) -> None:
-    status, sentence = serve(fleet.model, "--instances", urls(fleet)[0], "http://127.0.0.1:9")
+    status, sentence = serve(fleet.model, "--instances", fleet.instance_urls[0], "http://127.0.0.1:9")
     assert (status, "instance http://127.0.0.1:9 does not answer" in sentence) == (2, True), sentence
 
 
@@ -149,7 +145,7 @@ def test_instance_without_the_plugin(fleet: FleetUnderTest) -> None:
 
 
 def test_instance_of_another_model(fleet: FleetUnderTest) -> None:
-    status, sentence = serve("other/model", "--instances", *urls(fleet))
+    status, sentence = serve("other/model", "--instances", *fleet.instance_urls)
     assert status == 2
     assert f"serves model {fleet.model}, this front-end other/model" in sentence
 
@@ -160,7 +156,7 @@ def test_instance_of_another_model(fleet: FleetUnderTest) -> None:
 def test_instance_that_does_not_fit(fleet: FleetUnderTest, field: str, value: Any) -> None:
     description = fleet.instances[1].get("/dynaserve/instance").json()
     with impostor(200, json.dumps(description | {field: value}).encode()) as url:
-        status, sentence = serve(fleet.model, "--instances", urls(fleet)[0], url)
+        status, sentence = serve(fleet.model, "--instances", fleet.instance_urls[0], url)
     assert status == 2
     assert str(value) in sentence
     assert str(description[field]) in sentence
@@ -172,7 +168,7 @@ def test_instance_with_another_kv_layout(fleet: FleetUnderTest) -> None:
     description["workers"][0]["kv_layout"] = layout.replace("cpu vec", "cpu amx")
     assert description["workers"][0]["kv_layout"] != layout
     with impostor(200, json.dumps(description).encode()) as url:
-        status, sentence = serve(fleet.model, "--instances", urls(fleet)[0], url)
+        status, sentence = serve(fleet.model, "--instances", fleet.instance_urls[0], url)
     assert status == 2
     assert layout in sentence
     assert "cpu amx" in sentence

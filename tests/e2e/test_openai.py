@@ -28,7 +28,7 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def client(fleet: FleetUnderTest) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{fleet.frontend.base_url}v1", api_key="none")
+    return openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none")
 
 
 def xargs(split: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_models_health_metrics_and_documentation(fleet: FleetUnderTest) -> None:
 def test_the_fleet_tells_how_it_is(fleet: FleetUnderTest) -> None:
     fleet.complete(prompt_of(40), split=20)
     instances = fleet.frontend.get("/dynaserve/fleet").json()["instances"]
-    assert sorted(instances) == sorted(str(instance.base_url).rstrip("/") for instance in fleet.instances)
+    assert sorted(instances) == sorted(fleet.instance_urls)
     for instance in instances.values():
         assert instance["description"]["model"] == fleet.model
         assert 0 <= instance["load"]["kv_cache_usage"] <= 1
@@ -147,7 +147,7 @@ def test_policies_cut_by_themselves_and_a_front_end_that_leaves_frees_everything
 def test_vllm_bench_serve_runs_without_an_error(fleet: FleetUnderTest, tmp_path: Path) -> None:
     command = [
         *(str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--backend", "openai", "--model", fleet.model),
-        *("--base-url", str(fleet.frontend.base_url).rstrip("/"), "--dataset-name", "random", "--num-prompts", "200"),
+        *("--base-url", fleet.url, "--dataset-name", "random", "--num-prompts", "200"),
         *("--random-input-len", "64", "--random-output-len", "16", "--max-concurrency", "8", "--seed", "1"),
         *("--extra-body", '{"vllm_xargs": {"dynaserve_split": 48}}'),
         *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
