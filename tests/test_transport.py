@@ -109,21 +109,17 @@ class Remote:
         self.process.kill()
 
 
-@pytest.fixture(params=["torch", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+@pytest.fixture(scope="module", params=["torch", pytest.param("mooncake", marks=pytest.mark.mooncake)])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def workers(name: str) -> Iterator[Callable[[int], list[Remote]]]:
-    started: list[Remote] = []
-
-    def start(count: int) -> list[Remote]:
-        started.extend(Remote(name, f"worker-{i}", seed=i) for i in range(count))
-        return started
-
-    yield start
-    for worker in started:
+@pytest.fixture(scope="module")
+def pair(name: str) -> Iterator[tuple[Remote, Remote]]:
+    """Two workers; starting one takes seconds, so the tests share them and each leaves the channels in step."""
+    workers = (Remote(name, "worker-0", seed=0), Remote(name, "worker-1", seed=1))
+    yield workers
+    for worker in workers:
         worker.stop()
 
 
@@ -134,8 +130,8 @@ def move(name: str, a: Remote, b: Remote, local: list[int], remote: list[int]) -
         receiving()
 
 
-def test_blocks_arrive_bit_for_bit_and_nothing_else_changes(name: str, workers: Callable[[int], list[Remote]]) -> None:
-    a, b = workers(2)
+def test_blocks_arrive_bit_for_bit_and_nothing_else_changes(name: str, pair: tuple[Remote, Remote]) -> None:
+    a, b = pair
     before = [b.call("block", i) for i in range(BLOCKS)]
     local, remote = [3, 4, 5, 9, 40], [60, 61, 62, 7, 8]
     move(name, a, b, local, remote)
@@ -145,22 +141,22 @@ def test_blocks_arrive_bit_for_bit_and_nothing_else_changes(name: str, workers: 
         assert b.call("block", index) == before[index]
 
 
-def test_pushes_follow_each_other(name: str, workers: Callable[[int], list[Remote]]) -> None:
-    a, b = workers(2)
+def test_pushes_follow_each_other(name: str, pair: tuple[Remote, Remote]) -> None:
+    a, b = pair
     for i in range(20):
         move(name, a, b, [i], [BLOCKS - 1 - i])
         assert b.call("block", BLOCKS - 1 - i) == a.call("block", i)
 
 
-def test_a_push_larger_than_a_piece_arrives(name: str, workers: Callable[[int], list[Remote]]) -> None:
-    a, b = workers(2)
+def test_a_push_larger_than_a_piece_arrives(name: str, pair: tuple[Remote, Remote]) -> None:
+    a, b = pair
     blocks = list(range(BLOCKS))
     move(name, a, b, blocks, blocks[::-1])
     assert [b.call("block", i) for i in blocks[::-1]] == [a.call("block", i) for i in blocks]
 
 
-def test_two_workers_push_into_each_other_at_once(name: str, workers: Callable[[int], list[Remote]]) -> None:
-    a, b = workers(2)
+def test_two_workers_push_into_each_other_at_once(name: str, pair: tuple[Remote, Remote]) -> None:
+    a, b = pair
     to_a, to_b = list(range(32, 64)), list(range(32, 64))
     want_b, want_a = [a.call("block", i) for i in range(32)], [b.call("block", i) for i in range(32)]
     ends = [a.call("endpoint"), b.call("endpoint")]
@@ -173,22 +169,23 @@ def test_two_workers_push_into_each_other_at_once(name: str, workers: Callable[[
     assert [a.call("block", i) for i in to_a] == want_a
 
 
-def test_a_killed_peer_ends_its_pushes_and_no_others(name: str, workers: Callable[[int], list[Remote]]) -> None:
-    a, b, c = workers(3)
+def test_a_killed_peer_ends_its_pushes_and_no_others(name: str, pair: tuple[Remote, Remote]) -> None:
+    a, b = pair
+    doomed = Remote(name, "worker-2", seed=2)
     move(name, a, b, [1], [2])
-    move(name, a, c, [1], [2])
-    lost = b.call("endpoint")
-    b.process.kill()
-    b.process.join()
-    with pytest.raises(TransportError, match="worker-1"):
+    move(name, a, doomed, [1], [2])
+    lost = doomed.call("endpoint")
+    doomed.process.kill()
+    doomed.process.join()
+    with pytest.raises(TransportError, match="worker-2"):
         a.call("push", lost, [1], [3])
     a.call("drop", lost)
-    move(name, a, c, [5], [6])
-    assert c.call("block", 6) == a.call("block", 5)
+    move(name, a, b, [5], [6])
+    assert b.call("block", 6) == a.call("block", 5)
 
 
-def test_a_dropped_channel_is_opened_again(name: str, workers: Callable[[int], list[Remote]]) -> None:
-    a, b = workers(2)
+def test_a_dropped_channel_is_opened_again(name: str, pair: tuple[Remote, Remote]) -> None:
+    a, b = pair
     move(name, a, b, [1], [2])
     a.call("drop", b.call("endpoint"))
     b.call("drop", a.call("endpoint"))
@@ -196,10 +193,10 @@ def test_a_dropped_channel_is_opened_again(name: str, workers: Callable[[int], l
     assert b.call("block", 4) == a.call("block", 3)
 
 
-def test_a_discarded_push_keeps_the_channel_in_step(workers: Callable[[int], list[Remote]], name: str) -> None:
+def test_a_discarded_push_keeps_the_channel_in_step(pair: tuple[Remote, Remote], name: str) -> None:
     if name == "mooncake":
         pytest.skip("one-sided: nothing to take off a channel")
-    a, b = workers(2)
+    a, b = pair
     before = b.call("block", 10)
     discarding = b.start("discard", a.call("endpoint"), 2)
     a.call("push", b.call("endpoint"), [1, 2], [10, 11])
@@ -209,10 +206,10 @@ def test_a_discarded_push_keeps_the_channel_in_step(workers: Callable[[int], lis
     assert b.call("block", 10) == a.call("block", 1)
 
 
-def test_a_push_meant_for_other_blocks_is_refused(workers: Callable[[int], list[Remote]], name: str) -> None:
+def test_a_push_meant_for_other_blocks_is_refused(pair: tuple[Remote, Remote], name: str) -> None:
     if name == "mooncake":
         pytest.skip("one-sided: the sender writes where it was granted")
-    a, b = workers(2)
+    a, b = pair
     receiving = b.start("receive", a.call("endpoint"), [20])
     pushing = a.start("push", b.call("endpoint"), [1], [10])
     with pytest.raises(TransportError, match=r"sends blocks \[10\], \[20\] are expected"):
@@ -220,6 +217,9 @@ def test_a_push_meant_for_other_blocks_is_refused(workers: Callable[[int], list[
     b.call("drop", a.call("endpoint"))
     with pytest.raises(TransportError):
         pushing()
+    a.call("drop", b.call("endpoint"))
+    move(name, a, b, [1], [10])
+    assert b.call("block", 10) == a.call("block", 1)
 
 
 def test_an_unknown_transport_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -75,12 +77,19 @@ def test_cut_answers_what_uncut_answers(
 def test_cut_answers_what_uncut_answers_while_both_instances_serve_others(
     fleet: FleetUnderTest, uncut: Any, stream: bool, transport: str
 ) -> None:
+    """All cuts of the grid at once, in a random order, beside clients that ask one long question after the other."""
     references = {p: uncut(p) for p in PROMPT_TOKENS}
-    with fleet.others_running():
-        for prompt_tokens, split in GRID:
-            answer = fleet.complete(prompt_of(prompt_tokens), split=split, stream=stream, transport=transport)
-            assert answer.same_as(references[prompt_tokens]), (prompt_tokens, split, answer)
-            assert_cut_happened(fleet.record(answer), prompt_tokens, split)
+
+    def check(case: tuple[int, int]) -> None:
+        prompt_tokens, split = case
+        answer = fleet.complete(prompt_of(prompt_tokens), split=split, stream=stream, transport=transport)
+        assert answer.same_as(references[prompt_tokens]), (prompt_tokens, split, answer)
+        assert_cut_happened(fleet.record(answer), prompt_tokens, split)
+
+    cases = random.Random(3).sample(GRID, len(GRID))
+    with fleet.others_running(clients=3), ThreadPoolExecutor(8) as pool:
+        for result in [pool.submit(check, case) for case in cases]:
+            result.result()
 
 
 def test_a_prefix_that_beta_has_cached_is_not_sent(fleet: FleetUnderTest) -> None:
