@@ -64,11 +64,18 @@ def wait_until_serving(log: Path) -> None:
         time.sleep(0.02)
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until_gone(pids: Sequence[int]) -> None:
     assert pids
     deadline = time.monotonic() + 60
-    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"still there: {[psutil.Process(pid).cmdline() for pid in alive]}"
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still there: {alive}"
         time.sleep(0.02)
 
 
