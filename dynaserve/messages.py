@@ -94,10 +94,11 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True):
-    """The alpha stands at its hand-off point with all its blocks."""
+    """The alpha stands at its hand-off point with all its blocks; `cached_tokens` came from its prefix cache."""
 
     request_id: str
     computed_tokens: int
+    cached_tokens: int = 0
 
 
 class Resumed(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,9 @@ from dynaserve.global_scheduler import Placement
 from dynaserve.messages import Ended, Granted, Moved, Parked, Refused, Resumed
 from dynaserve.records import KvRecord, MicroRecord, RequestRecord
 
+ENGINE_GAVE_UP = ("abort", "error")
+"""Finish reasons after which an instance may never say `Ended`: its scheduler may not even have seen the request."""
+
 
 class State(enum.Enum):
     WHOLE = "whole"
@@ -139,7 +142,8 @@ class RequestFlow:
                 return self._continue_if_ready(now_ms)
             case Refused(reason=reason):
                 return self._on_refused(side, reason, now_ms)
-            case Parked():
+            case Parked(cached_tokens=cached):
+                self._micro(side).cached_tokens = cached
                 self.record.mark("alpha_parked", now_ms)
                 self.parked = True
                 return self._continue_if_ready(now_ms)
@@ -167,6 +171,8 @@ class RequestFlow:
         self._micro(side).output_tokens += len(tokens.token_ids)
         if tokens.finish_reason is None:
             return [Forward()]
+        if tokens.finish_reason in ENGINE_GAVE_UP:
+            self.live.discard(side)
         return [Forward(), *self._finish(tokens.finish_reason, now_ms, finished=side)]
 
     def _continue_if_ready(self, now_ms: float) -> list[Instruction]:

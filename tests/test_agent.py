@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import zmq
 
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.agent import Agent, Results
-from dynaserve.kv_transfer.transport import KvLayers
+from dynaserve.kv_transfer.transport import KvLayers, WorkerEndpoint
 from dynaserve.kv_transfer.transports import make_transport
+from dynaserve.kv_transfer.wire import Revoke
 
 torch = pytest.importorskip("torch")
 
@@ -138,3 +140,17 @@ def test_malformed_control_messages_are_dropped_and_counted(nodes: tuple[Node, N
         for frame in (b"", b"\xc1", b"\x80" * 1000):
             socket.send(frame)
         until(lambda: a.agent.dropped_messages == 3)
+
+
+def test_a_peer_with_an_impossible_address_is_counted_and_disturbs_nobody(nodes: tuple[Node, Node]) -> None:
+    a, b = nodes
+    stranger = WorkerEndpoint("stranger", "no address", {})
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = 1000
+        socket.connect(a.agent.endpoint.control)
+        socket.send(msgspec.msgpack.encode(Revoke("t", stranger)))
+        until(lambda: a.agent.dropped_messages == 1)
+    expect(b, a, "u", (10,))
+    a.agent.submit(tx.Ready("u", 0, (1,), final=True))
+    until(lambda: b.poll().received == ["u"])
+    a.agent.submit(tx.Stop("u"))

@@ -117,6 +117,7 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
             assert micro.plan.transfer_id is not None
             self.micro.command(request_id, Ready(micro.plan.transfer_id, micro.ready_blocks, ready, final))
             micro.ready_blocks = max(until, micro.ready_blocks)
+            micro.complete |= final
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta

@@ -114,6 +114,8 @@ class FleetClient:
         for name, instance in self.instances.items():
             socket = self._sockets[name] = self._context.socket(zmq.DEALER)
             socket.linger = 500
+            socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
+            socket.setsockopt(zmq.ROUTING_ID, self.frontend_id.encode())
             socket.connect(instance.description.gateway)
             await self._send(name, Hello(self.frontend_id))
             try:
@@ -130,7 +132,7 @@ class FleetClient:
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
     def admit(self, prompt_tokens: int | None, extra_args: dict[str, Any], max_tokens: int) -> None:
-        """Raises BadRequest or NoInstance before the request costs anything."""
+        """Raises BadRequest before the request costs anything."""
         split = extra_args.get(SPLIT_ARG)
         end = (prompt_tokens or 0) + max_tokens
         if split is not None and not (isinstance(split, int) and 0 <= split <= end):
@@ -140,10 +142,8 @@ class FleetClient:
             )
         wanted = extra_args.get(TRANSPORT_ARG)
         offered = next(iter(self.instances.values())).description.workers[0].endpoint.transports
-        if wanted is not None and wanted not in offered:
+        if wanted is not None and not (isinstance(wanted, str) and wanted in offered):
             raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
-        if not self.instances:
-            raise NoInstance("the fleet has no instance")
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         cut = CutRequest.of(request)
@@ -169,7 +169,12 @@ class FleetClient:
         self.book.add(flow.record)
         live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic())
         self._live[request.request_id] = live
-        await self._carry_out(live, flow.start())
+        try:
+            await self._carry_out(live, flow.start())
+        except BaseException:
+            self._live.pop(request.request_id)
+            self._scheduler.finish(request.request_id)
+            raise
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Raises what ended a listener: AsyncLLM then fails every request and its health check, loudly."""
@@ -301,9 +306,13 @@ def _translate(output: EngineCoreOutput, live: Live, side: Side, clock_offset_s:
     output = copy.copy(output)
     output.request_id = live.internal_id
     output.kv_transfer_params = None
-    if output.events is not None:  # the engine's monotonic clock is another machine's
+    alpha = live.flow.record.alpha
+    assert alpha is not None
+    if side is Side.BETA and alpha.output_tokens:
+        output.events = None  # the request was queued and scheduled once, on alpha
+    elif output.events is not None:  # the engine's monotonic clock is another machine's
         output.events = [EngineCoreEvent(event.type, event.timestamp + clock_offset_s) for event in output.events]
-    if output.prefill_stats is not None and side is Side.BETA:
-        # What crossed from the alpha is no prefix-cache hit: usage must be what it is uncut.
-        output.prefill_stats.num_cached_tokens = output.prefill_stats.num_local_cached_tokens
+    if side is Side.BETA and output.prefill_stats is not None:
+        # What crossed from the alpha is no prefix-cache hit: usage and metrics must be what they are uncut.
+        output.prefill_stats.set(live.flow.record.prompt_tokens, alpha.cached_tokens, 0)
     return output

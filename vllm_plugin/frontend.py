@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 from collections.abc import AsyncGenerator
-from http import HTTPStatus
 from typing import Any
 
 # Before vLLM is imported: the front-end runs no model, and must start on a host without an accelerator.
@@ -18,7 +17,7 @@ from vllm import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import configure_logging_from_args
 from vllm.outputs import RequestOutput
 from vllm.reasoning import ReasoningParserManager
@@ -29,7 +28,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from dynaserve import fleet
-from dynaserve.errors import BadRequest, ConfigError, NoInstance
+from dynaserve.errors import BadRequest, ConfigError
 from dynaserve.global_scheduler import GlobalScheduler
 from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
@@ -51,8 +50,6 @@ class FleetLLM(AsyncLLM):
             client.admit(prompt_tokens, sampling_params.extra_args or {}, max_tokens)
         except BadRequest as error:
             raise VLLMValidationError(str(error)) from error
-        except NoInstance as error:
-            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
         stream: AsyncGenerator[RequestOutput, None] = super().generate(prompt, sampling_params, request_id, **kwargs)
         return stream
 

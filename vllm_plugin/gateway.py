@@ -45,6 +45,7 @@ from dynaserve.messages import (
     ToInstance,
     Welcome,
 )
+from dynaserve.request_flow import ENGINE_GAVE_UP
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.scheduler import EVENT_CARRIER
@@ -114,6 +115,8 @@ class Gateway:
     context: zmq.asyncio.Context
     socket: zmq.asyncio.Socket
     routes: dict[str, bytes] = field(default_factory=dict)
+    transfers: dict[str, str] = field(default_factory=dict)
+    """Transfer id per live request id."""
     frontends: dict[bytes, str] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
@@ -129,6 +132,9 @@ class Gateway:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
         socket.linger = 0
+        # A token that is dropped is worse than memory that is used; a front-end that reconnects keeps its identity.
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         port = options.port or socket.bind_to_random_port(f"tcp://{options.host}")
         if options.port:
             socket.bind(f"tcp://{options.host}:{options.port}")
@@ -210,7 +216,11 @@ class Gateway:
     async def _add(self, identity: bytes, request_id: str, plan: Plan, frames: Sequence[bytes]) -> bool:
         obstacle = self._obstacle(request_id, plan)
         if obstacle is None:
-            request: EngineCoreRequest = self.request_decoder.decode(frames)
+            try:
+                request: EngineCoreRequest = self.request_decoder.decode(frames)
+            except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
+                await self._send(identity, Step([Refused(request_id, f"its payload is malformed: {error}")], self.load, time.monotonic()))
+                raise
             obstacle = self._unfit(request)
         if obstacle is not None:
             await self._send(identity, Step([Refused(request_id, obstacle)], self.load, time.monotonic()))
@@ -220,12 +230,16 @@ class Gateway:
         extra_args = {key: value for key, value in (request.sampling_params.extra_args or {}).items() if key != EXTRA_ARG}
         request.sampling_params.extra_args = extra_args | {EXTRA_ARG: msgspec.to_builtins(plan)}
         self.routes[request_id] = identity
+        if plan.transfer_id is not None:
+            self.transfers[request_id] = plan.transfer_id
         await self.engine.add_request_async(request)
         return True
 
     def _obstacle(self, request_id: str, plan: Plan) -> str | None:
         if request_id in self.routes:
             return f"request id {request_id} is in use"
+        if plan.transfer_id is not None and plan.transfer_id in self.transfers.values():
+            return f"transfer id {plan.transfer_id} is in use"
         if plan.hand_off_at is not None and not 0 < plan.hand_off_at < self.description.max_model_len:
             return f"hand-off point {plan.hand_off_at} is outside (0, {self.description.max_model_len})"
         if plan.role == "alpha" and plan.transfer_id is None:
@@ -248,8 +262,12 @@ class Gateway:
         answer = await self.engine.call_utility_async("dynaserve_reservation", request_id)
         event = msgspec.convert(answer, Granted | Refused)
         if isinstance(event, Refused):
-            self.routes.pop(request_id, None)
+            self._forget(request_id)
         await self._send(identity, Step([event], self.load, time.monotonic()))
+
+    def _forget(self, request_id: str) -> None:
+        self.routes.pop(request_id, None)
+        self.transfers.pop(request_id, None)
 
     async def _abort(self, request_ids: list[str]) -> None:
         if request_ids:
@@ -297,7 +315,10 @@ class Gateway:
             await self._send(identity, Step(events[identity], self.load, time.monotonic()), frames)
         for event in (event for batch in events.values() for event in batch):
             if isinstance(event, Ended):
-                self.routes.pop(event.request_id, None)
+                self._forget(event.request_id)
+        for output in (output for batch in tokens.values() for output in batch):
+            if output.finish_reason is not None and str(output.finish_reason) in ENGINE_GAVE_UP:
+                self._forget(output.request_id)
 
     async def _send(self, identity: bytes, message: Step | Welcome, frames: Sequence[Any] = ()) -> None:
         await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])

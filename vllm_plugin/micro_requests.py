@@ -62,6 +62,7 @@ class MicroRequest:
     """One request as this instance sees it.
 
     ready_blocks: of an alpha, how many blocks its workers may send. exposed: the workers know of the transfer.
+    complete: of an alpha, its last, partly filled block may be sent: the hand-off cannot move any more.
     received: of a beta, its KV is here. ended: the engine is done with it, a worker may not be.
     """
 
@@ -75,6 +76,7 @@ class MicroRequest:
     parked: bool = False
     resumed: bool = False
     received: bool = False
+    complete: bool = False
 
     @property
     def is_alpha(self) -> bool:
@@ -117,12 +119,13 @@ class MicroRequests:
         if micro is None or not micro.is_alpha or not micro.exposed:
             return None
         micro.ready_blocks = 0
+        micro.complete = False
         return micro.plan.transfer_id
 
     def park(self, micro: MicroRequest) -> None:
         micro.parked = True
         assert micro.plan.hand_off_at is not None
-        self.events.append(Parked(micro.request_id, micro.plan.hand_off_at))
+        self.events.append(Parked(micro.request_id, micro.plan.hand_off_at, micro.cached_tokens))
 
     def resume(self, micro: MicroRequest) -> None:
         micro.resumed = True
@@ -154,7 +157,7 @@ class MicroRequests:
     def forget(self, request_id: str) -> MicroRequest:
         micro = self.by_id.pop(request_id)
         if micro.plan.transfer_id is not None:
-            del self.transfers[micro.plan.transfer_id]
+            self.transfers.pop(micro.plan.transfer_id, None)
         return micro
 
     def take_commands(self) -> list[tuple[str, Command]]:

@@ -7,10 +7,12 @@ vLLM's asynchronous KV loads do, and is promoted when its KV *and* the alpha's t
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_plugin.connector import DynaServeConnector
+
+logger = logging.getLogger("vllm.dynaserve.scheduler")
 
 EVENT_CARRIER = ""
 """Request id of the output that carries this step's events to the gateway (`kv_transfer_params`); no real id is empty."""
@@ -74,6 +78,8 @@ class CutScheduler(Scheduler):
         assert plan.hand_off_at is not None
         assert plan.transfer_id is not None
         assert plan.transport is not None
+        if not self._leaves_room(plan.hand_off_at):
+            return False
         blocks, cached, *_ = self._get_local_prefix_cache_hit(request)
         # One block at least is transferred: vLLM cannot hold a request that has nothing to wait for.
         usable = min(cached, plan.hand_off_at - 1) // self.block_size * self.block_size
@@ -103,6 +109,17 @@ class CutScheduler(Scheduler):
         )
         return True
 
+    def _leaves_room(self, hand_off_at: int) -> bool:
+        """Reservations are not preemptible: always leave enough for one request of any length, so that two instances that
+        reserve for each other can each still run an alpha to its end."""
+        reserved = sum(
+            -(-(other.plan.hand_off_at or 0) // self.block_size)
+            for other in self.micro.by_id.values()
+            if other.is_beta and other.exposed and not other.resumed
+        )
+        longest = -(-self.max_model_len // self.block_size)
+        return bool(reserved + hand_off_at // self.block_size + 1 + longest < self.kv_cache_manager.block_pool.num_gpu_blocks)
+
     def reservation(self, request_id: str) -> Granted | Refused:
         """What became of an announced request."""
         micro = self.micro.by_id.get(request_id)
@@ -114,7 +131,13 @@ class CutScheduler(Scheduler):
     def continue_request(self, request_id: str, output_token_ids: list[int]) -> bool:
         """The alpha is done and has sampled these tokens. False: the request is gone."""
         micro, request = self.micro.by_id.get(request_id), self.requests.get(request_id)
-        if micro is None or micro.ended or request is None:
+        if micro is None or micro.ended or request is None or not micro.is_beta or micro.plan.output_token_ids is not None:
+            return False
+        assert micro.plan.hand_off_at is not None
+        expected = max(0, micro.plan.hand_off_at - request.num_prompt_tokens + 1)
+        if len(output_token_ids) != expected:  # vLLM would run into an assertion, which ends the engine
+            logger.error("%s: continued with %d output tokens instead of %d", request_id, len(output_token_ids), expected)
+            self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
             return False
         micro.plan.output_token_ids = output_token_ids
         # The worker reads the tokens from here when the request is first scheduled (patches.V1_OUTPUT_TOKENS).
@@ -153,11 +176,14 @@ class CutScheduler(Scheduler):
         return blocks, cached, boundary, diverged
 
     def move_hand_off(self, request_id: str, hand_off_at: int | None) -> bool:
-        """Moves the point at which the alpha stops, or lifts it (None). False: gone, or already beyond `hand_off_at`."""
+        """Moves the point at which the alpha stops, or lifts it (None).
+
+        False: the request is gone, or has reached its hand-off point or `hand_off_at` already, or could never reach it.
+        """
         micro, request = self.micro.by_id.get(request_id), self.requests.get(request_id)
         if micro is None or micro.ended or request is None or not micro.is_alpha:
             return False
-        if hand_off_at is not None and hand_off_at < request.num_computed_tokens:
+        if hand_off_at is not None and (micro.complete or not request.num_computed_tokens < hand_off_at < self.max_model_len):
             return False
         micro.plan.hand_off_at = hand_off_at
         micro.parked = False
@@ -170,6 +196,8 @@ class CutScheduler(Scheduler):
     # -- every step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._promote_betas()
+        self._keep_parked_alphas_first()
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if (micro := self.micro.by_id.get(new.req_id)) and not micro.is_beta:
@@ -178,6 +206,25 @@ class CutScheduler(Scheduler):
             if micro := self.micro.by_id.get(request_id):
                 micro.computed_tokens += tokens
         return output
+
+    def _promote_betas(self) -> None:
+        """Resumes betas whose KV and tokens are here, even while no slot is free to run them.
+
+        Otherwise two instances full of parked alphas would wait for each other: vLLM looks at waiting requests only
+        while it may run another one, and only a resumed beta releases its alpha.
+        """
+        if self._pause_state is PauseState.PAUSED_ALL:
+            return
+        for request in list(self.kv_holding_waiting):
+            micro = self.micro.by_id.get(request.request_id)
+            if micro is not None and micro.is_beta and not micro.resumed:
+                self._handle_blocked_waiting_request(request)
+
+    def _keep_parked_alphas_first(self) -> None:
+        """vLLM preempts the last running request first; a parked alpha would recompute what its beta already has."""
+        parked = [r for r in self.running if (micro := self.micro.by_id.get(r.request_id)) and micro.parked]
+        if parked:
+            self.running[:] = [*parked, *(r for r in self.running if r not in parked)]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)

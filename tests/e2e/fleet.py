@@ -20,6 +20,7 @@ from dynaserve.local.children import start_child, stop_children
 from dynaserve.local.fleet import free_ports
 
 BLOCK = 32
+RUNNING_SLOTS = 32
 VOCABULARY = range(5, 2000)
 
 

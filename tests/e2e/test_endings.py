@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.fleet import FleetUnderTest, prompt_of
+from tests.e2e.fleet import RUNNING_SLOTS, FleetUnderTest, prompt_of
 
 pytestmark = pytest.mark.engine
 
@@ -78,3 +79,14 @@ def test_many_requests_at_once(fleet: FleetUnderTest) -> None:
     for i, stream in enumerate(streams):
         fleet.read(stream, 1 + i)
         stream.close()  # type: ignore[attr-defined]
+
+
+def test_more_cut_requests_than_running_slots_all_finish(fleet: FleetUnderTest) -> None:
+    """Alphas that stand at their hand-off keep their slots; in both directions at once they must not lock each other out."""
+    prompts = [prompt_of(40, seed=200 + i) for i in range(3 * RUNNING_SLOTS)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: fleet.complete(prompt, split=42, max_tokens=8), prompts))
+    records = [fleet.record(answer) for answer in answers]
+    assert all(len(answer.token_ids) == 8 for answer in answers)
+    assert {record["split_token"] for record in records} == {42}
+    assert len({record["alpha"]["instance"] for record in records}) == 2
