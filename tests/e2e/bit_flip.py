@@ -21,5 +21,8 @@ class BitFlip(TorchTransport):
         super().receive(peer, local_blocks)
         rng = random.Random(local_blocks[0])
         layer = rng.choice(self._kv.layers)
-        number = rng.randrange(layer.shape[1] // _FLOAT32_BYTES)
+        # In the values of the first head, the second quarter of a block of two heads: each token's value has some weight in
+        # the attention, while a damaged key may give its token a weight of exactly zero, which may be what it has anyway.
+        numbers = layer.shape[1] // _FLOAT32_BYTES
+        number = rng.randrange(numbers // 4, numbers // 2)
         layer[local_blocks[0], _FLOAT32_BYTES * number + _FLOAT32_BYTES - 1] ^= _EXPONENT_BIT

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.bit_flip import BitFlip
 from tests.e2e.fleet import BLOCK, Answer, FleetUnderTest, prompt_of
 
 pytestmark = pytest.mark.engine
@@ -107,9 +108,13 @@ def test_a_prefix_that_beta_has_cached_is_not_sent(fleet: FleetUnderTest) -> Non
 @pytest.mark.parametrize("attempt", range(8))
 def test_one_flipped_bit_of_kv_changes_the_logprobs(fleet: FleetUnderTest, uncut: Any, attempt: int) -> None:
     split = 64 + BLOCK * (attempt % 4)
-    answer = fleet.complete(prompt_of(200), split=split, transport="tests.e2e.bit_flip:BitFlip")
-    assert_cut_happened(fleet.record(answer), 200, split)
-    assert answer.logprobs != uncut(200).logprobs, "the tests of exactness would not notice damaged KV"
+    body = fleet.body(prompt_of(200), split=split, transport=BitFlip.name)
+    response = fleet.frontend.post("/v1/completions", json=body)
+    if response.status_code == 400:  # the damage made a logprob NaN, for which JSON has no number
+        assert "Out of range float values" in response.json()["error"]["message"]
+        return
+    logprobs = response.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert logprobs != uncut(200).logprobs, "the tests of exactness would not notice damaged KV"
 
 
 @pytest.mark.parametrize("split", [690, 700])

@@ -81,7 +81,8 @@ def test_a_tool_is_called(fleet: FleetUnderTest, client: openai.OpenAI) -> None:
     )
     (call,) = answer.choices[0].message.tool_calls or []
     assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall)
-    assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
+    assert call.function.name == "weather"
+    assert call.function.arguments
     assert metric(fleet, "dynaserve_requests_total", cut="no", reason="structured_outputs") == before + 1
 
 
