@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(PluginOptions().transports),
         metavar="NAME",
-        help="ways to move KV, best first: torch (torch.distributed: Gloo or NCCL), mooncake (default: torch)",
+        help="ways to move KV, best first: torch (torch.distributed: Gloo or NCCL), mooncake",
     )
 
 

@@ -206,7 +206,7 @@ def is_healthy(client: httpx.Client) -> bool:
         return False
 
 
-def wait_for(probe: Any, what: str, timeout_s: float = 20.0) -> Any:
+def wait_for(probe: Any, what: str, timeout_s: float = 60.0) -> Any:
     """Polls until `probe()` is true and returns it; the bound only ends a hopeless wait."""
     deadline = time.monotonic() + timeout_s
     while not (value := probe()):
