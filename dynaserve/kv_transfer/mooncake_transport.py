@@ -3,13 +3,21 @@
 Nothing is staged: each layer's memory is registered once, and a push names source and target addresses.  TCP by default
 (what runs without special hardware); `DYNASERVE_MOONCAKE_PROTOCOL=rdma` and the like reach the same engine on hosts that
 have it (not run yet).
+
+`host` is what peers are told.  The engine itself listens on all interfaces, and over TCP it authenticates nobody:
+who reaches its ports can read and write the registered memory, so they belong behind a firewall.
+
+A push to a peer that is stopped ends after the engine's own timeout (`MC_TRANSFER_TIMEOUT`, 30 s by default); what the
+peer's machine has taken by then may still be written when the peer goes on.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -40,7 +48,8 @@ class MooncakeTransport:
                 f"the Mooncake transfer engine does not load ({error}): pip install 'dynaserve[mooncake]' and {_LIBRARIES}"
             ) from error
         self._kv = kv
-        self._engine = TransferEngine()
+        self._engine: Any = TransferEngine()
+        self._lock = threading.Lock()
         protocol = os.environ.get(PROTOCOL_VARIABLE, "tcp")
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
             raise TransportUnavailable(f"the Mooncake transfer engine does not start with protocol {protocol} on {host}")
@@ -68,7 +77,10 @@ class MooncakeTransport:
                 sources.append(layer.data_ptr() + local_start * stride)
                 targets.append(remote + remote_start * stride)
                 lengths.append((blocks - 1) * stride + width)
-        status = self._engine.batch_transfer_sync_write(address.session, sources, targets, lengths)
+        engine = self._engine
+        if engine is None:
+            raise TransportError(f"push to worker {peer.worker_id} at {address.session} failed: this transport is closed")
+        status = engine.batch_transfer_sync_write(address.session, sources, targets, lengths)
         if status != 0:
             raise TransportError(f"push to worker {peer.worker_id} at {address.session} failed with Mooncake status {status}")
 
@@ -79,13 +91,15 @@ class MooncakeTransport:
         raise NotImplementedError("Mooncake writes are one-sided")
 
     def drop(self, peer: WorkerEndpoint) -> None:
-        """The engine keeps its own connections and opens new ones as needed."""
+        """The engine keeps its own connections and opens new ones as needed; it cannot end a push before its timeout."""
         self._peers.pop(peer.worker_id, None)
 
     def close(self) -> None:
-        for start, _ in self._registered:
-            self._engine.unregister_memory(start)
-        self._registered = []
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            for start, _ in self._registered:
+                engine.unregister_memory(start)
 
     def _learn(self, peer: WorkerEndpoint) -> _Address:
         try:
