@@ -1,6 +1,6 @@
 """The global scheduler: decides which instance computes which tokens of a request.
 
-The only door to `dynaserve._core`; the contracts are in `cpp_scheduler/include/dynaserve/`.
+One of the two doors to `dynaserve._core`; the contracts are in `cpp_scheduler/include/dynaserve/`.
 """
 
 from __future__ import annotations

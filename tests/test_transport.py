@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -59,7 +61,15 @@ class Worker:
             return self.endpoint
         if method == "block":
             return self.block(*args)
+        if method == "is_inside":
+            return is_inside(*args)
         return getattr(self.transport, method)(*args)
+
+
+def is_inside(method: str) -> bool:
+    """Whether a thread of this process is in this method of `torch_channel`."""
+    stacks = [[frame.f_code for frame, _ in traceback.walk_stack(top)] for top in sys._current_frames().values()]
+    return any(code.co_name == method and code.co_filename.endswith("torch_channel.py") for stack in stacks for code in stack)
 
 
 def worker_main(pipe: Connection, name: str, worker_id: str, seed: int) -> None:
@@ -84,8 +94,18 @@ def worker_main(pipe: Connection, name: str, worker_id: str, seed: int) -> None:
     worker.transport.close()
 
 
+class Call:
+    """A call under way on a worker; calling it waits for its result."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def __call__(self) -> Any:
+        return self.future.result(timeout=60)
+
+
 class Remote:
-    """A worker in a process of its own; `start` begins a call, the returned function waits for its result."""
+    """A worker in a process of its own."""
 
     def __init__(self, name: str, worker_id: str, seed: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -94,24 +114,22 @@ class Remote:
         self.process.start()
         theirs.close()
         assert self.pipe.recv() == "ready"
-        self.answers: dict[int, Any] = {}
-        self.calls = 0
+        self.futures: list[Future[Any]] = []
+        threading.Thread(target=self.read, daemon=True).start()
 
-    def start(self, method: str, *args: Any) -> Callable[[], Any]:
-        number = self.calls = self.calls + 1
-        self.pipe.send((number, method, args))
+    def read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, value = self.pipe.recv()
+                if isinstance(value, Exception):
+                    self.futures[number].set_exception(value)
+                else:
+                    self.futures[number].set_result(value)
 
-        def result() -> Any:
-            while number not in self.answers:
-                assert self.pipe.poll(60), f"{method} has not returned"
-                key, value = self.pipe.recv()
-                self.answers[key] = value
-            value = self.answers.pop(number)
-            if isinstance(value, Exception):
-                raise value
-            return value
-
-        return result
+    def start(self, method: str, *args: Any) -> Call:
+        self.futures.append(Future())
+        self.pipe.send((len(self.futures) - 1, method, args))
+        return Call(self.futures[-1])
 
     def call(self, method: str, *args: Any) -> Any:
         return self.start(method, *args)()
@@ -130,9 +148,8 @@ class Local:
         self.worker = Worker(name, worker_id, seed, dtype)
         self.threads = ThreadPoolExecutor(4)
 
-    def start(self, method: str, *args: Any) -> Callable[[], Any]:
-        future = self.threads.submit(self.worker.call, method, *args)
-        return lambda: future.result(timeout=60)
+    def start(self, method: str, *args: Any) -> Call:
+        return Call(self.threads.submit(self.worker.call, method, *args))
 
     def call(self, method: str, *args: Any) -> Any:
         return self.start(method, *args)()
@@ -191,6 +208,12 @@ def start_move(a: Remote | Local, b: Remote | Local, local: list[int], remote: l
 
 def move(a: Remote | Local, b: Remote | Local, local: list[int], remote: list[int]) -> None:
     start_move(a, b, local, remote)()
+
+
+def wait_until_inside(worker: Remote | Local, method: str) -> None:
+    """Returns once a thread of the worker waits in this method of its channel."""
+    while not worker.call("is_inside", method):
+        time.sleep(0.01)
 
 
 def assert_moves(a: Remote | Local, b: Remote | Local, source: int, target: int) -> None:
@@ -311,12 +334,14 @@ def test_a_drop_ends_a_push_that_waits_for_its_receiver(patient_pair: Pair, drop
     assert_moves(a, b, 1, 2)
     pushing = a.start("push", b.call("endpoint"), [1], [3])
     if dropper == "sender":
+        wait_until_inside(a, "send")
         a.call("drop", b.call("endpoint"))
         with pytest.raises(TransportError, match="push to worker worker-1"):
             pushing()
         with pytest.raises(TransportError, match="given up push"):
             b.call("receive", a.call("endpoint"), [3])
     else:  # the push is still to come for the receiver, which takes it in the next generation
+        wait_until_inside(a, "send")
         b.call("drop", a.call("endpoint"))
         b.call("receive", a.call("endpoint"), [3])
         pushing()
@@ -328,8 +353,8 @@ def test_a_drop_ends_a_receive_that_waits_for_its_push(patient_pair: Pair, dropp
     a, b = patient_pair
     assert_moves(a, b, 1, 2)
     receiving = b.start("receive", a.call("endpoint"), [3])
-    time.sleep(0.2)  # nothing tells from outside that it waits
     if dropper == "receiver":
+        wait_until_inside(b, "receive")
         b.call("drop", a.call("endpoint"))
         with pytest.raises(TransportError, match="receive from worker worker-0"):
             receiving()
@@ -337,6 +362,7 @@ def test_a_drop_ends_a_receive_that_waits_for_its_push(patient_pair: Pair, dropp
             a.call("push", b.call("endpoint"), [1], [3])
         a.call("drop", b.call("endpoint"))
     else:  # the sender has not begun that push: it sends it in the next generation
+        wait_until_inside(b, "receive")
         a.call("drop", b.call("endpoint"))
         a.call("push", b.call("endpoint"), [1], [3])
         receiving()
@@ -349,6 +375,7 @@ def test_a_killed_sender_ends_the_receive(patient_pair: Pair) -> None:
     assert_moves(doomed, b, 1, 2)
     lost = doomed.call("endpoint")
     receiving = b.start("receive", lost, [3])
+    wait_until_inside(b, "receive")
     doomed.process.kill()
     doomed.process.join()
     with pytest.raises(TransportError, match="worker-2"):
@@ -362,7 +389,6 @@ def test_a_peer_that_never_comes_keeps_no_other_waiting(name: str) -> None:
     a, b = Local(name, "worker-5", 5), Local(name, "worker-6", 6)
     absent = WorkerEndpoint("absent", "tcp://absent", {name: "127.0.0.1:1"})
     waiting = b.start("receive", absent, [1])
-    time.sleep(0.2)  # nothing tells from outside that it waits
     done = threading.Event()
     moving = threading.Thread(target=lambda: (assert_moves(a, b, 1, 2), done.set()))
     moving.start()

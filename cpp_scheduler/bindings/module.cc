@@ -3,7 +3,13 @@
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <vector>
+
+#include "dynaserve/batch_rule.h"
+#include "dynaserve/cost_model.h"
+#include "dynaserve/profile_table.h"
 #include "dynaserve/scheduler.h"
 #include "dynaserve/types.h"
 
@@ -113,6 +119,139 @@ void BindScheduler(nb::module_& m) {
            "RuntimeError: a reservation is negative, orphaned or counted twice.");
 }
 
+void BindCostModel(nb::module_& m) {
+  nb::class_<BatchShape> shape(m, "BatchShape",
+                               "What one engine step computes; `prefill_pairs` sums "
+                               "`prefill_pairs(tokens, context_tokens)` over its prefills.");
+  shape
+      .def(nb::init<std::int64_t, double, std::int64_t, std::int64_t>(), nb::kw_only(),
+           "prefill_tokens"_a = 0, "prefill_pairs"_a = 0.0, "decodes"_a = 0,
+           "decode_context_tokens"_a = 0)
+      .def_ro("prefill_tokens", &BatchShape::prefill_tokens)
+      .def_ro("prefill_pairs", &BatchShape::prefill_pairs)
+      .def_ro("decodes", &BatchShape::decodes)
+      .def_ro("decode_context_tokens", &BatchShape::decode_context_tokens)
+      .def_prop_ro("tokens", &BatchShape::tokens);
+  AsValue(shape, "prefill_tokens", "prefill_pairs", "decodes", "decode_context_tokens");
+
+  nb::class_<StepSample> sample(m, "StepSample", "A measured engine step.");
+  sample.def(nb::init<BatchShape, double>(), "shape"_a, "measured_ms"_a)
+      .def_ro("shape", &StepSample::shape)
+      .def_ro("measured_ms", &StepSample::measured_ms);
+
+  nb::class_<Roofline> roofline(m, "Roofline",
+                                "Latency of a step in five terms; non-decreasing in all of them.");
+  roofline
+      .def(nb::init<double, double, double, double, double, double>(), nb::kw_only(),
+           "overhead_ms"_a, "token_ms"_a, "knee_tokens"_a, "pair_ms"_a, "decode_ms"_a,
+           "context_ms"_a)
+      .def_ro("overhead_ms", &Roofline::overhead_ms)
+      .def_ro("token_ms", &Roofline::token_ms)
+      .def_ro("knee_tokens", &Roofline::knee_tokens)
+      .def_ro("pair_ms", &Roofline::pair_ms)
+      .def_ro("decode_ms", &Roofline::decode_ms)
+      .def_ro("context_ms", &Roofline::context_ms)
+      .def("step_ms", nb::overload_cast<const BatchShape&>(&Roofline::StepMs, nb::const_),
+           "shape"_a);
+  AsValue(roofline, "overhead_ms", "token_ms", "knee_tokens", "pair_ms", "decode_ms", "context_ms");
+
+  m.def("prefill_pairs", &PrefillPairs, "tokens"_a, "context_tokens"_a,
+        "Pairs of (new token, token it attends to) of one prefill.");
+  m.def(
+      "fit_roofline", [](const std::vector<StepSample>& samples) { return FitRoofline(samples); },
+      "samples"_a,
+      "The roofline of least mean squared relative error.\nValueError: no sample, or one without "
+      "tokens or with a time that is not positive.");
+}
+
+void BindProfileTable(nb::module_& m) {
+  nb::class_<ProfileBin> bin(m, "ProfileBin", "What one bin of a profile table has learnt.");
+  bin.def(nb::init<std::uint32_t, double, double>(), "index"_a, "log_ratio"_a, "weight"_a)
+      .def_ro("index", &ProfileBin::index)
+      .def_ro("log_ratio", &ProfileBin::log_ratio)
+      .def_ro("weight", &ProfileBin::weight);
+  AsValue(bin, "index", "log_ratio", "weight");
+
+  nb::class_<ProfileTable>(m, "ProfileTable",
+                           "Predicts the latency of engine steps and learns from measured ones.  "
+                           "Not thread-safe.")
+      .def(nb::init<const Roofline&>(), "roofline"_a,
+           "ValueError: a coefficient is negative or not finite, or the knee is below 1.")
+      .def("step_ms", &ProfileTable::StepMs, "shape"_a,
+           "Predicted latency; it never falls when an argument grows.")
+      .def("observe", &ProfileTable::Observe, "shape"_a, "measured_ms"_a,
+           "Learns from a step.\nValueError: it has no tokens, or a time that is not positive.")
+      .def("bins", &ProfileTable::Bins, "The bins that have learnt something, by index.")
+      .def(
+          "restore",
+          [](ProfileTable& table, const std::vector<ProfileBin>& bins, double log_scale,
+             double sigma) { table.Restore(bins, log_scale, sigma); },
+          "bins"_a, "log_scale"_a, "sigma"_a,
+          "Replaces what was learnt.\nValueError: an index is out of range or order, a number is "
+          "not finite, or a weight or sigma is negative.")
+      .def_prop_ro("roofline", &ProfileTable::roofline)
+      .def_prop_ro("log_scale", &ProfileTable::log_scale)
+      .def_prop_ro("sigma", &ProfileTable::sigma,
+                   "Standard deviation of log(measured / predicted) over recent steps.")
+      .def_prop_ro("observed", &ProfileTable::observed);
+  m.def(
+      "profile_axes",
+      [] {
+        return std::vector<std::vector<double>>{{kTokenBins.begin(), kTokenBins.end()},
+                                                {kDecodeBins.begin(), kDecodeBins.end()},
+                                                {kContextBins.begin(), kContextBins.end()}};
+      },
+      "Where a table has its bins: tokens of a step, decodes, mean context of a decode.");
+}
+
+void BindBatchRule(nb::module_& m) {
+  nb::enum_<BudgetReason>(m, "BudgetReason", "What kept a prefill budget from being larger.")
+      .value("all_work", BudgetReason::kAllWork)
+      .value("max_tokens", BudgetReason::kMaxTokens)
+      .value("step_limit", BudgetReason::kStepLimit)
+      .value("efficiency", BudgetReason::kEfficiency)
+      .value("minimum_share", BudgetReason::kMinimumShare);
+
+  nb::class_<PrefillWork> work(m, "PrefillWork", "A prompt, or the rest of one, that waits.");
+  work.def(nb::init<std::int64_t, std::int64_t>(), "tokens"_a, "context_tokens"_a = 0)
+      .def_ro("tokens", &PrefillWork::tokens)
+      .def_ro("context_tokens", &PrefillWork::context_tokens);
+  AsValue(work, "tokens", "context_tokens");
+
+  nb::class_<BatchLimits> limits(m, "BatchLimits", "What one step may not exceed.");
+  limits
+      .def(nb::init<double, std::int64_t, std::int64_t>(), nb::kw_only(), "step_ms"_a,
+           "max_tokens"_a, "min_prefill_tokens"_a = 0)
+      .def_ro("step_ms", &BatchLimits::step_ms)
+      .def_ro("max_tokens", &BatchLimits::max_tokens)
+      .def_ro("min_prefill_tokens", &BatchLimits::min_prefill_tokens);
+  AsValue(limits, "step_ms", "max_tokens", "min_prefill_tokens");
+
+  nb::class_<PrefillBudget> budget(m, "PrefillBudget", "Prefill tokens of the next step, and why.");
+  budget.def_ro("tokens", &PrefillBudget::tokens)
+      .def_ro("step_ms", &PrefillBudget::step_ms)
+      .def_ro("reason", &PrefillBudget::reason);
+  AsValue(budget, "tokens", "step_ms", "reason");
+
+  m.def(
+      "shape_with",
+      [](const BatchShape& decodes, const std::vector<PrefillWork>& waiting,
+         std::int64_t prefill_tokens) { return ShapeWith(decodes, waiting, prefill_tokens); },
+      "decodes"_a, "waiting"_a, "prefill_tokens"_a,
+      "The step that computes this much of the waiting work, in order, beside the decodes.");
+  m.def(
+      "choose_budget",
+      [](const ProfileTable& table, const BatchShape& decodes,
+         const std::vector<PrefillWork>& waiting,
+         const BatchLimits& limits) { return ChooseBudget(table, decodes, waiting, limits); },
+      "table"_a, "decodes"_a, "waiting"_a, "limits"_a,
+      "The prefill budget within the limits that costs least per token.\nValueError: a limit is "
+      "negative, or waiting work has no tokens.");
+  m.def("leaves_room_for_decode", &LeavesRoomForDecode, "table"_a, "decodes"_a, "context_tokens"_a,
+        "step_ms"_a,
+        "Whether the decodes and one more of this context stay within the limit, by themselves.");
+}
+
 }  // namespace
 }  // namespace dynaserve
 
@@ -123,4 +262,7 @@ NB_MODULE(_core, m) {
   dynaserve::BindEnums(m);
   dynaserve::BindValues(m);
   dynaserve::BindScheduler(m);
+  dynaserve::BindCostModel(m);
+  dynaserve::BindProfileTable(m);
+  dynaserve::BindBatchRule(m);
 }

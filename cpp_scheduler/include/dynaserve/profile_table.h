@@ -1,0 +1,101 @@
+// ProfileTable predicts the latency of an engine step, and learns from every step that is measured
+// (the paper's latency profile table, section 4.2).
+//
+// A roofline says what no step has measured yet.  Over it lies a grid of bins (tokens in the step x
+// decodes x mean context of a decode); each learns by how much the steps near it differ from the
+// roofline, and one factor, shared by all, follows what changes the whole machine at once.  Between
+// bins the prediction is linear, beyond the last one it grows as the roofline does.
+//
+// The prediction never falls when any argument grows, whatever was measured: where bins contradict
+// that, it is read from the mean of the lowest monotonic grid above them and the highest below.
+//
+// Not thread-safe.  No clock: the caller measures.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "dynaserve/cost_model.h"
+
+namespace dynaserve {
+
+inline constexpr std::array<double, 24> kTokenBins = {
+    1,   8,   16,  32,  64,   96,   128,  192,  256,  320,  384,  448,
+    512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 8192, 16384};
+inline constexpr std::array<double, 13> kDecodeBins = {0,  1,  2,   4,   8,   16, 32,
+                                                       64, 96, 128, 192, 256, 512};
+inline constexpr std::array<double, 8> kContextBins = {0, 256, 512, 1024, 2048, 4096, 8192, 32768};
+
+// What one bin has learnt. log_ratio: natural logarithm of measured over roofline.
+struct ProfileBin {
+  std::uint32_t index = 0;  // in [0, ProfileTable::kBins)
+  double log_ratio = 0.0;
+  double weight = 0.0;  // steps it has seen, each by its nearness in (0, 1]
+
+  bool operator==(const ProfileBin&) const = default;
+};
+
+class ProfileTable {
+ public:
+  static constexpr std::size_t kBins = kTokenBins.size() * kDecodeBins.size() * kContextBins.size();
+
+  // Throws std::invalid_argument as Validate() does.
+  explicit ProfileTable(const Roofline& roofline);
+
+  // Milliseconds; at least 0.  A shape without tokens takes 0.
+  double StepMs(const BatchShape& shape) const;
+
+  // Learns from a step.  A step far outside the usual error moves the table only as far as the
+  // largest usual error would: a pause of the machine does not poison it, a lasting change does.
+  // Throws std::invalid_argument, and learns nothing, for a step without tokens or a time that is
+  // not positive.
+  void Observe(const BatchShape& shape, double measured_ms);
+
+  // Standard deviation of the logarithm of measured over predicted, over the last hundred steps or
+  // so.  Aiming at SLO * exp(-2.33 * sigma) keeps 99 steps in 100 within the SLO.
+  double sigma() const { return sigma_; }
+
+  const Roofline& roofline() const { return roofline_; }
+  double log_scale() const { return log_scale_; }
+
+  // The bins that have learnt something, by index.
+  std::vector<ProfileBin> Bins() const;
+
+  // Replaces what was learnt.  Throws std::invalid_argument, and changes nothing, if an index is
+  // outside [0, kBins) or not larger than the one before it, a number is not finite, or a weight or
+  // sigma is negative.
+  void Restore(std::span<const ProfileBin> bins, double log_scale, double sigma);
+
+  // Steps per call of Observe() since construction or Restore().
+  std::int64_t observed() const { return observed_; }
+
+ private:
+  struct Cell;
+
+  Cell Locate(const BatchShape& shape) const;
+  double UnscaledMs(const BatchShape& shape, const Cell& cell) const;
+  void Learn(std::size_t bin, double log_ratio);
+  void MakeMonotonic() const;
+
+  // Constant after construction.
+  const Roofline roofline_;
+  std::vector<double> prior_ms_;  // the roofline at each bin
+
+  std::vector<double> log_ratio_;
+  std::vector<double> weight_;
+  std::vector<double> value_ms_;  // prior_ms_ * exp(log_ratio_)
+  double log_scale_ = 0.0;
+  double sigma_;
+  std::int64_t observed_ = 0;
+
+  // Derived from the bins on the first read after a change.
+  mutable std::vector<double> grid_ms_;
+  mutable std::vector<double> least_ms_;
+  mutable std::vector<double> most_ms_;
+  mutable bool stale_ = true;
+};
+
+}  // namespace dynaserve

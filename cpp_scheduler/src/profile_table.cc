@@ -1,0 +1,232 @@
+#include "dynaserve/profile_table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace dynaserve {
+namespace {
+
+constexpr double kInitialSigma = 0.10;
+constexpr double kLeastSigma = 0.01;
+constexpr double kOutlierSigmas = 3.0;
+// Of the last error in the running estimates: a change is followed within some twenty steps.
+constexpr double kScaleGain = 0.05;
+constexpr double kSigmaGain = 0.02;
+constexpr double kLeastBinGain = 0.05;
+constexpr double kLearntWeight = 0.5;
+
+constexpr std::size_t kTokens = kTokenBins.size();
+constexpr std::size_t kDecodes = kDecodeBins.size();
+constexpr std::size_t kContexts = kContextBins.size();
+
+std::size_t IndexOf(std::size_t token, std::size_t decode, std::size_t context) {
+  return (token * kDecodes + decode) * kContexts + context;
+}
+
+// The bin below a value and how far the value lies towards the next, in [0, 1].
+struct Position {
+  std::size_t below;
+  double fraction;
+};
+
+template <std::size_t Size>
+Position PositionOf(const std::array<double, Size>& bins, double value) {
+  const auto above = std::upper_bound(bins.begin() + 1, bins.end() - 1, value);
+  const auto index = static_cast<std::size_t>(above - bins.begin()) - 1;
+  const double fraction = (value - bins[index]) / (bins[index + 1] - bins[index]);
+  return {index, std::clamp(fraction, 0.0, 1.0)};
+}
+
+// Each entry becomes the `pick` of all entries at or below it (upward), or at or above it.
+template <typename Pick>
+void Envelope(std::vector<double>& grid, bool upward, Pick pick) {
+  const auto sweep = [&](std::size_t stride, std::size_t length) {
+    for (std::size_t block = 0; block < grid.size(); block += stride * length) {
+      for (std::size_t step = 1; step < length; ++step) {
+        const std::size_t row = block + (upward ? step : length - 1 - step) * stride;
+        const std::size_t from = upward ? row - stride : row + stride;
+        for (std::size_t i = 0; i < stride; ++i)
+          grid[row + i] = pick(grid[row + i], grid[from + i]);
+      }
+    }
+  };
+  sweep(1, kContexts);
+  sweep(kContexts, kDecodes);
+  sweep(kContexts * kDecodes, kTokens);
+}
+
+}  // namespace
+
+// Where a shape lies: its eight bins with their weights, and the point inside the grid nearest to
+// it.
+struct ProfileTable::Cell {
+  std::array<std::size_t, 8> bins;
+  std::array<double, 8> weights;
+  double tokens, decodes, mean_context;  // clamped to the grid
+};
+
+ProfileTable::ProfileTable(const Roofline& roofline)
+    : roofline_(roofline),
+      prior_ms_(kBins),
+      log_ratio_(kBins, 0.0),
+      weight_(kBins, 0.0),
+      sigma_(kInitialSigma),
+      grid_ms_(kBins),
+      least_ms_(kBins),
+      most_ms_(kBins) {
+  Validate(roofline);
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    for (std::size_t d = 0; d < kDecodes; ++d) {
+      for (std::size_t c = 0; c < kContexts; ++c) {
+        prior_ms_[IndexOf(t, d, c)] =
+            roofline_.StepMs(kTokenBins[t], kDecodeBins[d], kDecodeBins[d] * kContextBins[c]);
+      }
+    }
+  }
+  value_ms_ = prior_ms_;
+}
+
+ProfileTable::Cell ProfileTable::Locate(const BatchShape& shape) const {
+  const auto decodes = static_cast<double>(shape.decodes);
+  const double mean_context =
+      shape.decodes > 0 ? static_cast<double>(shape.decode_context_tokens) / decodes : 0.0;
+  const auto tokens = static_cast<double>(shape.tokens());
+  const Position t = PositionOf(kTokenBins, tokens);
+  const Position d = PositionOf(kDecodeBins, decodes);
+  const Position c = PositionOf(kContextBins, mean_context);
+  Cell cell;
+  for (std::size_t corner = 0; corner < 8; ++corner) {
+    const bool far_t = (corner & 4U) != 0, far_d = (corner & 2U) != 0, far_c = (corner & 1U) != 0;
+    cell.bins[corner] = IndexOf(t.below + far_t, d.below + far_d, c.below + far_c);
+    cell.weights[corner] = (far_t ? t.fraction : 1.0 - t.fraction) *
+                           (far_d ? d.fraction : 1.0 - d.fraction) *
+                           (far_c ? c.fraction : 1.0 - c.fraction);
+  }
+  cell.tokens = std::min(tokens, kTokenBins.back());
+  cell.decodes = std::min(decodes, kDecodeBins.back());
+  cell.mean_context = std::min(mean_context, kContextBins.back());
+  return cell;
+}
+
+double ProfileTable::UnscaledMs(const BatchShape& shape, const Cell& cell) const {
+  if (stale_) MakeMonotonic();
+  double inside = 0.0;
+  for (std::size_t corner = 0; corner < 8; ++corner) {
+    inside += cell.weights[corner] * grid_ms_[cell.bins[corner]];
+  }
+  // Added, not multiplied: a ratio of two rooflines may fall where each of them grows.
+  const double beyond =
+      roofline_.StepMs(static_cast<double>(shape.tokens()), static_cast<double>(shape.decodes),
+                       static_cast<double>(shape.decode_context_tokens)) -
+      roofline_.StepMs(std::max(cell.tokens, cell.decodes), cell.decodes,
+                       cell.decodes * cell.mean_context);
+  const bool outside =
+      static_cast<double>(shape.tokens()) > cell.tokens ||
+      static_cast<double>(shape.decodes) > cell.decodes ||
+      static_cast<double>(shape.decode_context_tokens) > cell.decodes * kContextBins.back();
+  return inside + (outside ? std::max(0.0, beyond) : 0.0) + roofline_.pair_ms * shape.prefill_pairs;
+}
+
+double ProfileTable::StepMs(const BatchShape& shape) const {
+  if (shape.tokens() < 1) return 0.0;
+  return std::exp(log_scale_) * UnscaledMs(shape, Locate(shape));
+}
+
+void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
+  if (shape.tokens() < 1 || !(measured_ms > 0.0) || !std::isfinite(measured_ms)) {
+    throw std::invalid_argument("a step of " + std::to_string(shape.tokens()) + " tokens took " +
+                                std::to_string(measured_ms) + " ms; both must be positive");
+  }
+  const Cell cell = Locate(shape);
+  const double predicted_ms = std::exp(log_scale_) * UnscaledMs(shape, cell);
+  const double error =
+      predicted_ms > 0.0 ? std::log(measured_ms / predicted_ms) : kOutlierSigmas * sigma_;
+  const double usual = kOutlierSigmas * sigma_;
+  const double step = std::clamp(error, -usual, usual);
+  double squares = 0.0;
+  for (const double weight : cell.weights) squares += weight * weight;
+  for (std::size_t corner = 0; corner < 8; ++corner) {
+    const std::size_t bin = cell.bins[corner];
+    const double weight = cell.weights[corner];
+    weight_[bin] += weight;
+    const double gain = std::max(kLeastBinGain, 1.0 / (1.0 + weight_[bin]));
+    // Divided by the squares, a step at a bin and one between bins move the prediction alike.
+    Learn(bin, log_ratio_[bin] + gain * weight / squares * step);
+  }
+  log_scale_ += kScaleGain * step;
+  sigma_ = std::max(kLeastSigma,
+                    std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ + kSigmaGain * step * step));
+  ++observed_;
+  stale_ = true;
+}
+
+void ProfileTable::Learn(std::size_t bin, double log_ratio) {
+  log_ratio_[bin] = log_ratio;
+  value_ms_[bin] = prior_ms_[bin] * std::exp(log_ratio);
+}
+
+std::vector<ProfileBin> ProfileTable::Bins() const {
+  std::vector<ProfileBin> bins;
+  for (std::size_t i = 0; i < kBins; ++i) {
+    if (weight_[i] > 0.0)
+      bins.push_back({static_cast<std::uint32_t>(i), log_ratio_[i], weight_[i]});
+  }
+  return bins;
+}
+
+void ProfileTable::Restore(std::span<const ProfileBin> bins, double log_scale, double sigma) {
+  if (!std::isfinite(log_scale)) throw std::invalid_argument("log_scale is not finite");
+  if (!std::isfinite(sigma) || sigma < 0.0) {
+    throw std::invalid_argument("sigma is " + std::to_string(sigma) + "; it must not be negative");
+  }
+  std::int64_t last = -1;
+  for (const ProfileBin& bin : bins) {
+    const std::string name = "bin " + std::to_string(bin.index);
+    if (bin.index >= kBins || bin.index <= last) {
+      throw std::invalid_argument(name + " after bin " + std::to_string(last) +
+                                  ": indices must grow and stay below " + std::to_string(kBins));
+    }
+    if (!std::isfinite(bin.log_ratio))
+      throw std::invalid_argument(name + ": log_ratio is not finite");
+    if (!std::isfinite(bin.weight) || bin.weight < 0.0) {
+      throw std::invalid_argument(name + ": weight is " + std::to_string(bin.weight) +
+                                  "; it must not be negative");
+    }
+    last = bin.index;
+  }
+  std::fill(log_ratio_.begin(), log_ratio_.end(), 0.0);
+  std::fill(weight_.begin(), weight_.end(), 0.0);
+  value_ms_ = prior_ms_;
+  for (const ProfileBin& bin : bins) {
+    Learn(bin.index, bin.log_ratio);
+    weight_[bin.index] = bin.weight;
+  }
+  log_scale_ = log_scale;
+  sigma_ = std::max(kLeastSigma, sigma);
+  observed_ = 0;
+  stale_ = true;
+}
+
+// A bin that has learnt keeps its value where that breaks no order, and the middle of what its
+// neighbours ask where it does; any other bin keeps the roofline's, moved between the learnt ones.
+void ProfileTable::MakeMonotonic() const {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (std::size_t i = 0; i < kBins; ++i) {
+    const bool learnt = weight_[i] >= kLearntWeight;
+    least_ms_[i] = learnt ? value_ms_[i] : -kInfinity;
+    most_ms_[i] = learnt ? value_ms_[i] : kInfinity;
+  }
+  Envelope(least_ms_, true, [](double a, double b) { return std::max(a, b); });
+  Envelope(most_ms_, false, [](double a, double b) { return std::min(a, b); });
+  for (std::size_t i = 0; i < kBins; ++i) {
+    const double low = std::max(least_ms_[i], std::min(prior_ms_[i], most_ms_[i]));
+    const double high = std::min(most_ms_[i], std::max(prior_ms_[i], least_ms_[i]));
+    grid_ms_[i] = 0.5 * (low + high);
+  }
+  stale_ = false;
+}
+
+}  // namespace dynaserve

@@ -1,0 +1,116 @@
+"""A profile table as a JSON file: what an instance has learnt about its steps, kept for the next start and the simulator.
+
+A table is of use only to the same model on the same device: the file says what it was measured on, and `load` refuses
+any other.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from dynaserve.errors import ConfigError
+from dynaserve.step_latency import CONTEXT_BINS, DECODE_BINS, TOKEN_BINS, ProfileBin, ProfileTable, Roofline
+
+FORMAT_VERSION = 1
+
+
+class ProfileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the latencies of a table hold for. device: its name. parallelism: as `tp1` or `tp2pp2`."""
+
+    model: str
+    dtype: str
+    device: str
+    parallelism: str
+    vllm_version: str
+
+
+class _Roofline(msgspec.Struct, forbid_unknown_fields=True):
+    overhead_ms: float
+    token_ms: float
+    knee_tokens: float
+    pair_ms: float
+    decode_ms: float
+    context_ms: float
+
+
+class _Bin(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    log_ratio: float
+    weight: float
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format_version: int
+    key: ProfileKey
+    provenance: str
+    token_bins: list[float]
+    decode_bins: list[float]
+    context_bins: list[float]
+    roofline: _Roofline
+    log_scale: float
+    sigma: float
+    bins: list[_Bin]
+
+
+def save(path: Path, table: ProfileTable, key: ProfileKey, provenance: str) -> None:
+    """Writes the file in one move: a reader finds the old one or the new one.
+
+    provenance: how the table came about, in words (command, machine, date).
+    """
+    roofline = {name: getattr(table.roofline, name) for name in _Roofline.__struct_fields__}
+    bins = [_Bin(b.index, b.log_ratio, b.weight) for b in table.bins()]
+    content = _File(
+        FORMAT_VERSION, key, provenance, TOKEN_BINS, DECODE_BINS, CONTEXT_BINS, _Roofline(**roofline), table.log_scale, table.sigma, bins
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(content), indent=1))
+        Path(scratch).replace(path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
+    """The table in the file; with a `key`, only if it was measured on just that.
+
+    Raises ConfigError, naming the file and the field, for a file that cannot be read, lacks a field or has one too many,
+    holds an impossible number, or was measured on something else.
+    """
+    content = _read(path)
+    if content.format_version != FORMAT_VERSION:
+        raise ConfigError(f"{path}: format_version is {content.format_version}, this version of DynaServe reads {FORMAT_VERSION}")
+    if key is not None:
+        for name in ProfileKey.__struct_fields__:
+            measured, wanted = getattr(content.key, name), getattr(key, name)
+            if measured != wanted:
+                raise ConfigError(f"{path}: measured with {name} {measured!r}, not {wanted!r}")
+    for name, axis in {"token_bins": TOKEN_BINS, "decode_bins": DECODE_BINS, "context_bins": CONTEXT_BINS}.items():
+        if getattr(content, name) != axis:
+            raise ConfigError(f"{path}: {name} are {getattr(content, name)}, this version of DynaServe has {axis}")
+    try:
+        table = ProfileTable(Roofline(**_fields(content.roofline)))
+        table.restore([ProfileBin(b.index, b.log_ratio, b.weight) for b in content.bins], content.log_scale, content.sigma)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return table
+
+
+def _read(path: Path) -> _File:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_File)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not a latency profile: {error}") from error
+
+
+def _fields(struct: Any) -> dict[str, float]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}

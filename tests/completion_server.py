@@ -1,0 +1,125 @@
+"""A real HTTP server that streams completions like vLLM, and can do what a real engine cannot be made to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from dynaserve.local.fleet import free_ports
+
+
+@dataclass(frozen=True)
+class Act:
+    """What happens to requests; the client's probe, of 2 tokens, is spared faults.
+
+    status: answers with that. delay_s: before each event. per_event: tokens in one event. usage: `each` event, `end` or `never`.
+    cut_after, error_after, stop_after: after that many tokens the connection is cut, an error event is sent, or the answer ends.
+    gather: nothing is answered before that many requests have come. lose: prompt tokens that are not counted, of prompts over 2.
+    strict: refuses fields of vLLM.
+    """
+
+    status: int = 200
+    delay_s: float = 0.0
+    per_event: int = 1
+    usage: str = "each"
+    cut_after: int | None = None
+    error_after: int | None = None
+    stop_after: int | None = None
+    gather: int = 0
+    lose: int = 0
+    strict: bool = False
+
+
+@dataclass
+class CompletionServer:
+    url: str
+    act: Act = field(default_factory=Act)
+    models: list[str] = field(default_factory=lambda: ["toy"])
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
+    gathered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Without the probe, which is always the first."""
+        return [body["prompt"] for body in self.bodies if len(body["prompt"]) > 2]
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+        app.get("/v1/models")(self._list)
+        app.post("/v1/completions", response_model=None)(self._complete)
+        return app
+
+    async def _list(self) -> dict[str, Any]:
+        return {"data": [{"id": name} for name in self.models]}
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.authorizations.append(request.headers.get("authorization"))
+        act = self.act
+        is_probe = len(body["prompt"]) == 2
+        if act.strict and "continuous_usage_stats" in body["stream_options"]:
+            return JSONResponse({"error": {"message": "unknown field continuous_usage_stats"}}, 400)
+        if act.status != 200 and not is_probe:
+            return JSONResponse({"error": {"message": "as asked"}}, act.status)
+        if act.gather and not is_probe:
+            if len(self.prompts) == act.gather:
+                self.gathered.set()
+            await self.gathered.wait()
+        return StreamingResponse(_events(body, Act(lose=act.lose, usage=act.usage) if is_probe else act), media_type="text/event-stream")
+
+
+async def _events(body: dict[str, Any], act: Act) -> AsyncIterator[str]:
+    wanted = body["max_tokens"] if act.stop_after is None else act.stop_after
+    prompt_tokens = len(body["prompt"]) - (act.lose if len(body["prompt"]) > 2 else 0)
+    made = 0
+    while made < wanted:
+        await asyncio.sleep(act.delay_s)
+        if act.cut_after is not None and made >= act.cut_after:
+            raise ConnectionResetError
+        if act.error_after is not None and made >= act.error_after:
+            yield _data({"error": {"message": "engine gone"}})
+            return
+        tokens = min(act.per_event, wanted - made)
+        made += tokens
+        finish = None if made < wanted else "stop" if act.stop_after is not None else "length"
+        event: dict[str, Any] = {"choices": [{"text": "a" * tokens, "finish_reason": finish}]}
+        yield _data(event | ({"usage": _usage(prompt_tokens, made)} if act.usage == "each" else {}))
+    if act.usage != "never":
+        yield _data({"choices": [], "usage": _usage(prompt_tokens, made)})
+    yield "data: [DONE]\n\n"
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+
+
+def _data(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+@contextmanager
+def running_server() -> Iterator[CompletionServer]:
+    (port,) = free_ports(1)
+    completion_server = CompletionServer(f"http://127.0.0.1:{port}")
+    config = uvicorn.Config(completion_server.app(), port=port, log_level="critical", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+        yield completion_server
+    finally:
+        server.should_exit = True
+        thread.join()
