@@ -1,0 +1,49 @@
+"""A profile table that an engine fills while it runs, from the first step on."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dynaserve.step_latency import BatchShape, ProfileTable, StepSample, fit_roofline
+
+WARM_UP_STEPS = 3
+"""The first steps of an engine compile and allocate: they say nothing about later ones."""
+LEAST_SAMPLES = 8
+MOST_SAMPLES = 256
+
+
+class LiveProfile:
+    """The table, None while too little was measured; and the steps that made it.
+
+    A table that is given is only refined. Without one, a roofline is fitted after `LEAST_SAMPLES` steps and again each time
+    their number has doubled, up to `MOST_SAMPLES`: the first steps of a server are too much alike to tell its terms apart.
+    """
+
+    def __init__(self, table: ProfileTable | None = None) -> None:
+        self.table = table
+        self._samples: deque[StepSample] = deque(maxlen=MOST_SAMPLES)
+        self._next_fit = LEAST_SAMPLES if table is None else None
+        self._steps = 0
+
+    def observe(self, shape: BatchShape, measured_ms: float) -> None:
+        """Raises ValueError for a step without tokens or a time that is not positive."""
+        self._steps += 1
+        if self._steps <= WARM_UP_STEPS:
+            return
+        if self.table is not None:
+            self.table.observe(shape, measured_ms)
+        if self._next_fit is None:
+            return
+        self._samples.append(StepSample(shape, measured_ms))
+        if len(self._samples) >= self._next_fit:
+            self._fit()
+
+    def _fit(self) -> None:
+        self.table = ProfileTable(fit_roofline(list(self._samples)))
+        for sample in self._samples:
+            self.table.observe(sample.shape, sample.measured_ms)
+        if len(self._samples) == MOST_SAMPLES:
+            self._next_fit = None
+            self._samples.clear()
+        else:
+            self._next_fit = min(MOST_SAMPLES, 2 * len(self._samples))

@@ -1,0 +1,102 @@
+"""The local scheduler's decision, and the table that it learns while it decides."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from dynaserve.live_profile import LEAST_SAMPLES, MOST_SAMPLES, WARM_UP_STEPS, LiveProfile
+from dynaserve.step_latency import BatchShape, BudgetReason, PrefillWork, ProfileTable, Roofline, prefill_pairs
+from dynaserve.step_planner import RunningDecode, StepPlan, StepPlanner
+
+MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
+SLO_S = 0.1
+
+
+def planner(table: ProfileTable | None = None) -> StepPlanner:
+    return StepPlanner(LiveProfile(table), max_tokens=2048, min_prefill_tokens=16, unprofiled_prefill_tokens=64)
+
+
+def step_shape(plan: StepPlan, decodes: list[RunningDecode]) -> BatchShape:
+    return BatchShape(
+        prefill_tokens=plan.prefill_tokens,
+        prefill_pairs=prefill_pairs(plan.prefill_tokens, 0),
+        decodes=len(decodes),
+        decode_context_tokens=sum(decode.context_tokens for decode in decodes),
+    )
+
+
+def running(number: int, due_s: float = SLO_S, context: int = 500) -> list[RunningDecode]:
+    return [RunningDecode(context, due_s) for _ in range(number)]
+
+
+def test_prefill_fills_what_the_tightest_deadline_leaves() -> None:
+    plan = planner(ProfileTable(MACHINE)).plan([*running(10, due_s=5.1), RunningDecode(500, 5.06)], [PrefillWork(5000)], now_s=5.0)
+    assert plan.limit_ms == pytest.approx(60 * math.exp(-2.33 * 0.1))
+    assert plan.predicted_ms is not None
+    assert 0 < plan.predicted_ms <= plan.limit_ms
+    assert plan.prefill_tokens > 0
+    assert not plan.late
+
+
+def test_without_decodes_a_step_is_as_large_as_pays_off() -> None:
+    plan = planner(ProfileTable(MACHINE)).plan([], [PrefillWork(5000)], now_s=0.0)
+    assert plan.prefill_tokens > 256
+    assert not plan.late
+
+
+def test_a_late_step_is_caught_up_by_the_next() -> None:
+    table = ProfileTable(MACHINE)
+    on_time = planner(table).plan(running(10, due_s=1.1), [PrefillWork(5000)], now_s=1.0)
+    behind = planner(table).plan(running(10, due_s=1.1), [PrefillWork(5000)], now_s=1.04)
+    assert 16 <= behind.prefill_tokens < on_time.prefill_tokens
+
+
+def test_a_missed_deadline_still_lets_prefill_progress_and_is_told() -> None:
+    plan = planner(ProfileTable(MACHINE)).plan(running(10, due_s=1.0), [PrefillWork(5000)], now_s=2.0)
+    assert (plan.prefill_tokens, plan.reason, plan.late) == (16, BudgetReason.minimum_share, True)
+
+
+def test_before_anything_was_measured_the_budget_is_the_one_given() -> None:
+    fresh = planner()
+    assert fresh.plan(running(3), [PrefillWork(5000)], now_s=0.0).prefill_tokens == 64
+    assert fresh.plan([], [PrefillWork(5000)], now_s=0.0).prefill_tokens == 2048
+    assert fresh.plan(running(3), [PrefillWork(20), PrefillWork(9)], now_s=0.0).prefill_tokens == 29
+
+
+def test_a_server_that_began_with_nothing_keeps_its_deadlines_after_some_hundred_steps() -> None:
+    rng = random.Random(4)
+    fresh = planner()
+    late = 0
+    for step in range(1500):
+        decodes = running(rng.choice([1, 5, 20]), context=rng.randrange(50, 1500))
+        plan = fresh.plan(decodes, [PrefillWork(rng.choice([30, 5000]))], now_s=0.0)
+        shape = step_shape(plan, decodes)
+        took_ms = MACHINE.step_ms(shape) * rng.lognormvariate(0, 0.04)
+        fresh.profile.observe(shape, took_ms)
+        if step >= 500:
+            late += took_ms > 1e3 * SLO_S
+    assert late <= 10, "a hundredth of the steps may be late"
+
+
+def test_the_first_steps_of_an_engine_are_not_learnt() -> None:
+    profile = LiveProfile()
+    for _ in range(WARM_UP_STEPS):
+        profile.observe(BatchShape(prefill_tokens=10), 9000.0)
+    for _ in range(LEAST_SAMPLES):
+        assert profile.table is None
+        profile.observe(BatchShape(prefill_tokens=10), 9.0)
+    assert profile.table is not None
+    assert profile.table.step_ms(BatchShape(prefill_tokens=10)) == pytest.approx(9.0, rel=0.05)
+
+
+def test_a_profile_goes_on_learning_after_its_last_fit() -> None:
+    profile = LiveProfile()
+    for _ in range(WARM_UP_STEPS + MOST_SAMPLES):
+        profile.observe(BatchShape(prefill_tokens=10), 9.0)
+    for _ in range(200):
+        profile.observe(BatchShape(prefill_tokens=10), 18.0)
+    assert profile.table is not None
+    assert profile.table.step_ms(BatchShape(prefill_tokens=10)) == pytest.approx(18.0, rel=0.1)
