@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynaserve.live_profile import LiveProfile
-from dynaserve.step_latency import BatchLimits, BatchShape, BudgetReason, PrefillBudget, PrefillWork, choose_budget
+from dynaserve.step_latency import BatchLimits, BatchShape, BudgetReason, PrefillBudget, PrefillWork, choose_budget, leaves_room_for_decode
 
 QUANTILE_SIGMAS = 2.33
 """One step in a hundred is longer than the prediction by more than this many standard deviations of its error."""
@@ -60,6 +60,17 @@ class StepPlanner:
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self.max_tokens, min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
+
+    def admits(self, contexts: Sequence[int], context_tokens: int, slo_ms: float) -> bool:
+        """Whether one more decode of `context_tokens` beside those of `contexts` leaves a step of them all within the SLO.
+
+        One always runs alone, and nothing is refused before anything was measured.
+        """
+        table = self.profile.table
+        if table is None or not contexts:
+            return True
+        shape = BatchShape(decodes=len(contexts), decode_context_tokens=sum(contexts))
+        return leaves_room_for_decode(table, shape, context_tokens, slo_ms * math.exp(-QUANTILE_SIGMAS * table.sigma))
 
     def _unprofiled(self, decodes: Sequence[RunningDecode], waiting: Sequence[PrefillWork]) -> StepPlan:
         most = self.unprofiled_prefill_tokens if decodes else self.max_tokens

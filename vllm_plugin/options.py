@@ -18,22 +18,26 @@ class PluginOptions:
     """host: where the gateway and the KV plane listen. port: of the gateway; 0 takes a free one.
 
     transports: the ways to move KV that this instance offers, best first (names of `dynaserve.kv_transfer.transports`,
-    or `module:Class`).
+    or `module:Class`). tbt_slo_ms: of requests that name none. min_prefill_tokens: of a step whose decodes alone take too
+    long.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     transports: tuple[str, ...] = field(default=("torch",))
+    tbt_slo_ms: float = 100.0
+    min_prefill_tokens: int = 16
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PluginOptions:
-        return cls(args.dynaserve_host, args.dynaserve_port, tuple(args.dynaserve_transports))
+        transports = tuple(args.dynaserve_transports)
+        return cls(args.dynaserve_host, args.dynaserve_port, transports, args.tbt_slo_ms, args.dynaserve_min_prefill_tokens)
 
     @classmethod
     def from_config(cls, vllm_config: VllmConfig) -> PluginOptions:
         """The child processes of an engine get its pickled config, not the command line (VLLM_FACTS 1.3)."""
         stored: dict[str, Any] = vllm_config.additional_config[PLUGIN]
-        return cls(stored["host"], stored["port"], tuple(stored["transports"]))
+        return cls(**stored | {"transports": tuple(stored["transports"])})
 
     def to_config(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -60,6 +64,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="ways to move KV, best first: torch (torch.distributed: Gloo or NCCL), mooncake",
     )
+
+    group.add_argument(
+        "--tbt-slo-ms",
+        type=_positive,
+        default=PluginOptions.tbt_slo_ms,
+        metavar="MS",
+        help="most time between two tokens; a request may name its own as vllm_xargs dynaserve_tbt_ms (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dynaserve-min-prefill-tokens",
+        type=int,
+        default=PluginOptions.min_prefill_tokens,
+        metavar="TOKENS",
+        help="prefill of a step even when its decodes alone exceed the SLO (default: %(default)s)",
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def is_on(args: argparse.Namespace) -> bool:

@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from dynaserve.errors import ConfigError
 from dynaserve.messages import Granted, Refused
 from vllm_plugin import patches
+from vllm_plugin.batching import SloScheduler
 from vllm_plugin.micro_requests import EXTRA_ARG, MicroRequest, MicroRequests, Reserve, plan_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     return scheduler
 
 
-class CutScheduler(Scheduler):
+class CutScheduler(SloScheduler):
     """Mixin over vLLM's `Scheduler` or `AsyncScheduler`."""
 
     connector: DynaServeConnector
@@ -196,8 +197,6 @@ class CutScheduler(Scheduler):
     # -- every step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._promote_betas()
-        self._keep_parked_alphas_first()
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if (micro := self.micro.by_id.get(new.req_id)) and not micro.is_beta:
@@ -206,6 +205,16 @@ class CutScheduler(Scheduler):
             if micro := self.micro.by_id.get(request_id):
                 micro.computed_tokens += tokens
         return output
+
+    def prepare_step(self, now_s: float) -> None:
+        self._promote_betas()
+        super().prepare_step(now_s)
+        self._keep_parked_alphas_first()
+
+    def tokens_to_compute(self, request: Request) -> int:
+        tokens = super().tokens_to_compute(request)
+        hand_off = self.micro.hand_off_of(request.request_id)
+        return tokens if hand_off is None else max(0, min(tokens, hand_off - request.num_computed_tokens))
 
     def _promote_betas(self) -> None:
         """Resumes betas whose KV and tokens are here, even while no slot is free to run them.
