@@ -121,10 +121,11 @@ PrefillBudget ChooseBudget(const ProfileTable& table, const BatchShape& decodes,
   const std::int64_t share = std::min(most, limits.min_prefill_tokens);
 
   const std::int64_t largest = search.Largest(most, limits.step_ms);
-  if (share > 0 && largest < share)
+  if (share > 0 && largest < 1) {
     return {share, search.StepMs(share), BudgetReason::kMinimumShare};
+  }
   const std::int64_t within = std::max<std::int64_t>(largest, 0);
-  const std::int64_t cheapest = within > 0 ? std::max(share, search.Cheapest(within)) : 0;
+  const std::int64_t cheapest = within > 0 ? search.Cheapest(within) : 0;
   BudgetReason reason = BudgetReason::kAllWork;
   if (cheapest < within) {
     reason = BudgetReason::kEfficiency;

@@ -25,7 +25,7 @@ struct PrefillWork {
 struct BatchLimits {
   double step_ms = 0.0;                 // of the predicted step; infinity: none
   std::int64_t max_tokens = 0;          // decodes and prefill of one step together
-  std::int64_t min_prefill_tokens = 0;  // taken even if the step then misses its limit
+  std::int64_t min_prefill_tokens = 0;  // taken when not one token of prefill fits
 
   bool operator==(const BatchLimits&) const = default;
 };
@@ -35,7 +35,7 @@ enum class BudgetReason {
   kMaxTokens,     // BatchLimits::max_tokens
   kStepLimit,     // more would take longer than BatchLimits::step_ms
   kEfficiency,    // more would fit, and cost more per token
-  kMinimumShare,  // the limit leaves less than BatchLimits::min_prefill_tokens, which it gets
+  kMinimumShare,  // not one token fits: BatchLimits::min_prefill_tokens, over the limit
 };
 
 struct PrefillBudget {
