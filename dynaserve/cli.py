@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 COMMANDS = {
     "serve": ("dynaserve.serve:main", "serve an OpenAI-compatible endpoint over a fleet of instances"),
+    "bench": ("dynaserve.bench:main", "measure a server"),
 }
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
+    run_command("dynaserve", COMMANDS, sys.argv[1:])
+
+
+def run_command(program: str, commands: Mapping[str, tuple[str, str]], arguments: Sequence[str]) -> None:
+    """Calls the command that the first argument names with the others. commands: `module:function` and a line of help, by name."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
+        print(_help(program, commands))
         raise SystemExit(0 if arguments else 2)
     command, *rest = arguments
-    if command not in COMMANDS:
-        print(f"dynaserve: no command {command!r}; there is {', '.join(COMMANDS)}", file=sys.stderr)
+    if command not in commands:
+        print(f"{program}: no command {command!r}; there is {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
-    module, _, function = COMMANDS[command][0].partition(":")
+    module, _, function = commands[command][0].partition(":")
     getattr(import_module(module), function)(rest)
 
 
-def _help() -> str:
-    lines = [f"  {name:10s} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: dynaserve COMMAND ...", "", *lines, "", "dynaserve COMMAND --help tells the options of a command."])
+def _help(program: str, commands: Mapping[str, tuple[str, str]]) -> str:
+    lines = [f"  {name:10s} {text}" for name, (_, text) in commands.items()]
+    return "\n".join([f"usage: {program} COMMAND ...", "", *lines, "", f"{program} COMMAND --help tells the options of a command."])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
 from tests.conftest import mooncake_missing
 from tests.e2e.bit_flip import BitFlip
-from tests.e2e.fleet import KEEP_ALIVE, RUNNING_SLOTS, FleetUnderTest
+from tests.e2e.fleet import NO_KEEP_ALIVE, RUNNING_SLOTS, FleetUnderTest
 
 REPOSITORY = Path(__file__).parents[2]
 CHUNK_TOKENS = 64
@@ -38,7 +38,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
         log_dir=tmp_path_factory.mktemp("fleet"),
     )
     with local:
-        frontend, *instances = [httpx.Client(base_url=url, timeout=120, limits=KEEP_ALIVE) for url in (local.frontend_url, *local.urls)]
+        frontend, *instances = [httpx.Client(base_url=url, timeout=120, limits=NO_KEEP_ALIVE) for url in (local.frontend_url, *local.urls)]
         under_test = FleetUnderTest(frontend, instances, str(model))
         yield under_test
         under_test.wait_until_empty()

@@ -21,8 +21,8 @@ from dynaserve.local.fleet import free_ports
 
 BLOCK = 32
 RUNNING_SLOTS = 32
-KEEP_ALIVE = httpx.Limits(keepalive_expiry=1.0)
-"""Less than the server's, which would otherwise close a connection in the moment in which it is used again."""
+NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
+"""A server may close an idle connection in the moment in which it is used again."""
 VOCABULARY = range(5, 2000)
 
 
@@ -168,7 +168,7 @@ class FleetUnderTest:
         command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
         child = start_child("frontend", command, log_dir / "frontend.log", {}, grace_s=20.0)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=KEEP_ALIVE) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=NO_KEEP_ALIVE) as client:
                 wait_for(lambda: child.exit_status is not None or is_healthy(client), f"the front-end ({child.log})", timeout_s=120)
                 assert child.exit_status is None, child.last_lines()
                 yield FleetUnderTest(client, self.instances, self.model)

@@ -77,6 +77,7 @@ def test_a_tool_is_called(fleet: FleetUnderTest, client: openai.OpenAI) -> None:
         tools=[TOOL],
         tool_choice={"type": "function", "function": {"name": "weather"}},
         max_tokens=60,
+        temperature=0,
         extra_body={"vllm_xargs": {"dynaserve_split": 30}},
     )
     (call,) = answer.choices[0].message.tool_calls or []

@@ -1,0 +1,100 @@
+"""The server under test: its model, and what it understands beyond OpenAI's own fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import msgspec
+
+from dynaserve.bench.stream import CompletionStream
+from dynaserve.errors import ConfigError
+
+_PROBE_OUTPUT_TOKENS = 2
+_REFUSES_A_FIELD = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """url: without `/v1`. usage_per_event: the server accepts `continuous_usage_stats`. extra_body: merged into each request."""
+
+    url: str
+    model: str
+    usage_per_event: bool
+    extra_body: dict[str, Any]
+
+    @property
+    def completions_url(self) -> str:
+        return f"{self.url}/v1/completions"
+
+    def body(self, prompt: list[int], output_tokens: int) -> bytes:
+        """A greedy request for exactly that many tokens, streamed."""
+        usage = {"include_usage": True, "continuous_usage_stats": True} if self.usage_per_event else {"include_usage": True}
+        fields = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": usage,
+        }
+        return msgspec.json.encode(fields | self.extra_body)
+
+
+def base_url(url: str) -> str:
+    """The part before `/v1`. Raises ConfigError for what is not an HTTP URL."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r} is not a URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{url!r} is not a URL: it needs http:// or https://, and a host")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+async def find(http: httpx.AsyncClient, url: str, model: str | None, extra_body: dict[str, Any], probe: list[int]) -> Endpoint:
+    """Asks the server for its model, unless it is named, and tries one short request.
+
+    probe: the prompt of that request; the ends of the vocabulary in it show that the server knows them. `extra_body` is not part of
+    it, as its values may fit the lengths of the workload only. Raises ConfigError, with the server's own words, if it does not
+    answer, serves several models, refuses the request or counts its prompt otherwise.
+    """
+    try:
+        endpoint = Endpoint(url, model or await _only_model(http, url), usage_per_event=True, extra_body={})
+        response = await _try(http, endpoint, probe)
+        if response.status_code in _REFUSES_A_FIELD:
+            endpoint = replace(endpoint, usage_per_event=False)
+            response = await _try(http, endpoint, probe)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"{url} does not answer: {error or type(error).__name__}") from error
+    if response.is_error:
+        raise ConfigError(f"{endpoint.completions_url} answers HTTP {response.status_code} to a short request: {response.text[:500]}")
+    _check_count(endpoint, probe, response)
+    return replace(endpoint, extra_body=extra_body)
+
+
+def _check_count(endpoint: Endpoint, probe: list[int], response: httpx.Response) -> None:
+    stream = CompletionStream()
+    stream.feed(response.content, 0.0)
+    if stream.usage_prompt_tokens != len(probe):
+        counted = "says no usage" if stream.usage_prompt_tokens is None else f"counted {stream.usage_prompt_tokens}"
+        raise ConfigError(f"{endpoint.completions_url} was sent a prompt of {len(probe)} tokens and {counted}: {response.text[:300]}")
+
+
+async def _try(http: httpx.AsyncClient, endpoint: Endpoint, probe: list[int]) -> httpx.Response:
+    return await http.post(endpoint.completions_url, content=endpoint.body(probe, _PROBE_OUTPUT_TOKENS), timeout=60)
+
+
+async def _only_model(http: httpx.AsyncClient, url: str) -> str:
+    response = await http.get(f"{url}/v1/models", timeout=10)
+    try:
+        names = [str(model["id"]) for model in response.raise_for_status().json()["data"]]
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{url}/v1/models does not list models (HTTP {response.status_code}): {response.text[:200]!r}; name one with --model"
+        ) from error
+    if len(names) != 1:
+        raise ConfigError(f"{url} serves {len(names)} models ({', '.join(names)}): name one with --model")
+    return names[0]

@@ -1,0 +1,185 @@
+"""The options of `dynaserve bench replay`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dynaserve.bench.endpoint import base_url
+from dynaserve.bench.measures import Slo
+from dynaserve.errors import ConfigError
+from workloads import catalog
+
+EXAMPLE = """\
+example:
+  dynaserve bench replay --url http://127.0.0.1:8000 --workload sample --rate 2 --requests 100 --output replay.json
+
+The client sends each request at a time that is fixed before the start, whether or not earlier ones are answered. Prompts are
+random token ids of exactly the workload's length, answers have exactly its length (ignore_eos). TBT has one gap for each two
+consecutive tokens; of n tokens in one event the first has the gap, the others 0.
+
+exit status: 0 reported; 1 no request finished; 2 bad option or server; 3 the figures cannot be trusted (the reason is one
+sentence on stderr; --output is written all the same)."""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """prompt_seed None: other prompts in each run."""
+
+    url: str
+    model: str | None
+    api_key: str | None
+    extra_body: dict[str, Any]
+    workload: str
+    traces: Path | None
+    scale: float
+    max_total_tokens: int | None
+    requests: int | None
+    duration_s: float | None
+    rate_per_s: float | None
+    arrivals: str
+    seed: int
+    prompt_seed: int | None
+    vocabulary: range
+    warmup: int
+    timeout_s: float
+    slo: Slo
+    max_client_lag_ms: float
+    output: Path | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse(arguments: Sequence[str]) -> ReplayOptions:
+    """Raises ConfigError in one sentence."""
+    args = _parser().parse_args(arguments)
+    return ReplayOptions(
+        url=base_url(args.url),
+        model=args.model,
+        api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
+        extra_body=args.extra_body,
+        workload=args.workload,
+        traces=args.traces,
+        scale=args.scale,
+        max_total_tokens=args.max_total_tokens,
+        requests=args.requests,
+        duration_s=args.duration_s,
+        rate_per_s=args.rate,
+        arrivals=args.arrivals,
+        seed=args.seed,
+        prompt_seed=args.prompt_seed,
+        vocabulary=args.vocabulary,
+        warmup=args.warmup,
+        timeout_s=args.timeout_s,
+        slo=Slo(args.tbt_slo_ms, args.ttft_slo_ms),
+        max_client_lag_ms=args.max_client_lag_ms,
+        output=args.output,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dynaserve bench replay",
+        description="Replays a workload against any OpenAI-compatible server and measures the answers.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_server(parser.add_argument_group("server"))
+    _add_workload(parser.add_argument_group("workload"))
+    _add_measurement(parser.add_argument_group("measurement"))
+    return parser
+
+
+def _add_server(group: Any) -> None:
+    group.add_argument("--url", required=True, help="of the server, with or without /v1")
+    group.add_argument("--model", metavar="NAME", help="(default: the one that the server lists)")
+    group.add_argument("--api-key", metavar="KEY", help="(default: the environment variable OPENAI_API_KEY)")
+    group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="fields for each request's body")
+    group.add_argument(
+        "--vocabulary",
+        type=_vocabulary,
+        default="1000:20000",
+        metavar="LOW:HIGH",
+        help="token ids of prompts, LOW <= id < HIGH (default: %(default)s, which lies above the control tokens and below the end"
+        " of the vocabularies in use)",
+    )
+
+
+def _add_workload(group: Any) -> None:
+    group.add_argument("--workload", required=True, metavar="NAME", help=" | ".join(catalog.NAMES))
+    group.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files")
+    group.add_argument("--rate", type=_positive, metavar="R", help="requests per second on average; trace arrivals have their own")
+    group.add_argument("--arrivals", default="poisson", metavar="HOW", help="poisson | gamma:CV | trace (default: %(default)s)")
+    group.add_argument("--requests", type=_whole(1), metavar="N", help="only the first N")
+    group.add_argument("--duration-s", type=_positive, metavar="T", help="only those sent in the first T seconds")
+    group.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="lengths times X, at least 1 token (default: 1)")
+    group.add_argument("--max-total-tokens", type=_whole(2), metavar="N", help="leave out requests that are longer, after scaling")
+    group.add_argument("--seed", type=_whole(0), default=1, metavar="N", help="of the arrival times (default: %(default)s)")
+    group.add_argument(
+        "--prompt-seed",
+        type=_whole(0),
+        metavar="N",
+        help="of the prompts' tokens (default: a new one, as a prefix cache would serve prompts that were sent before; it is recorded)",
+    )
+
+
+def _add_measurement(group: Any) -> None:
+    group.add_argument("--warmup", type=_whole(0), default=0, metavar="N", help="requests sent before, one by one, and not counted")
+    group.add_argument("--timeout-s", type=_positive, default=600.0, metavar="T", help="for one request (default: %(default)s)")
+    group.add_argument("--tbt-slo-ms", type=_positive, default=100.0, metavar="MS", help="(default: %(default)s)")
+    group.add_argument("--ttft-slo-ms", type=_positive, metavar="MS", help="(default: none)")
+    group.add_argument(
+        "--max-client-lag-ms",
+        type=_positive,
+        default=10.0,
+        metavar="MS",
+        help="the P99 of how late this client may send, and wake up; more is not reported (default: %(default)s, a tenth of the"
+        " usual TBT SLO)",
+    )
+    group.add_argument("--output", type=Path, metavar="FILE", help="raw data as JSON")
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return whole
+
+
+def _vocabulary(text: str) -> range:
+    low, colon, high = text.partition(":")
+    if not (colon and low.isdigit() and high.isdigit() and int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with LOW < HIGH")
+    return range(int(low), int(high))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

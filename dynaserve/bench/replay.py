@@ -1,0 +1,117 @@
+"""`dynaserve bench replay`: plan, send, judge, report."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import cycle, islice
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+
+from dynaserve.bench import client, endpoint, options, report
+from dynaserve.bench.client import Planned, Progress, Recording
+from dynaserve.bench.endpoint import Endpoint
+from dynaserve.bench.measures import summarize, why_late, why_not_exact
+from dynaserve.bench.options import ReplayOptions
+from dynaserve.bench.prompts import Prompts
+from dynaserve.errors import ConfigError
+from workloads import arrivals, catalog
+from workloads.trace import TraceRequest, WorkloadError
+
+NOTHING_FINISHED, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Ends with the exit status that `--help` tells."""
+    try:
+        status = run(options.parse(arguments), arguments)
+    except ConfigError as error:
+        status = _say(str(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        status = _say("interrupted, nothing is reported", INTERRUPTED)
+    raise SystemExit(status)
+
+
+def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
+    """Returns the exit status. Raises ConfigError for what is wrong before the first request is sent."""
+    if opts.output is not None:
+        report.check_writable(opts.output)
+    requests = plan_requests(opts)
+    prompts = Prompts(secrets.randbits(32) if opts.prompt_seed is None else opts.prompt_seed, opts.vocabulary)
+    client.allow_many_connections()
+    with report.ProgressLine.on(Console(stderr=True, highlight=False)) as line:
+        server, recording = asyncio.run(_measure(opts, requests, prompts, line.show))
+    summary = summarize(recording.records, recording.loop_lags_ms, opts.slo)
+    problem = why_not_exact(recording.records) or why_late(summary, opts.max_client_lag_ms)
+    provenance = _provenance(opts, arguments, server, prompts)
+    if opts.output is not None:
+        report.write_raw(opts.output, provenance, recording, summary, problem)
+    if problem is not None:
+        return _say(f"not reported: {problem}", NOT_TRUSTED)
+    report.print_summary(Console(highlight=False), provenance, summary, opts.slo)
+    if not summary.finished:
+        return _say("no request finished", NOTHING_FINISHED)
+    return 0
+
+
+def plan_requests(opts: ReplayOptions) -> list[TraceRequest]:
+    """What is sent when, by the options and the seed alone. Raises ConfigError."""
+    try:
+        workload = catalog.scaled(catalog.load(opts.workload, opts.traces), opts.scale)
+        if opts.max_total_tokens is not None:
+            workload = catalog.limited(workload, opts.max_total_tokens)
+        times = arrivals.arrival_times(opts.arrivals, workload, opts.rate_per_s, np.random.default_rng(opts.seed))
+        return arrivals.schedule(workload, times, requests=opts.requests, duration_s=opts.duration_s)
+    except WorkloadError as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _measure(
+    opts: ReplayOptions, requests: Sequence[TraceRequest], prompts: Prompts, show: Callable[[Progress], None]
+) -> tuple[Endpoint, Recording]:
+    async with client.http_client(opts.api_key) as http:
+        probe = [opts.vocabulary.start, opts.vocabulary.stop - 1]
+        server = await endpoint.find(http, opts.url, opts.model, opts.extra_body, probe)
+        await _warm_up(http, server, requests, prompts, opts)
+        plan = [_planned(server, prompts, index, request) for index, request in enumerate(requests)]
+        return server, await client.replay(http, server, plan, opts.timeout_s, show)
+
+
+async def _warm_up(
+    http: httpx.AsyncClient, server: Endpoint, requests: Sequence[TraceRequest], prompts: Prompts, opts: ReplayOptions
+) -> None:
+    """Sends requests of the same lengths, but prompts that the run does not have."""
+    for number, request in enumerate(islice(cycle(requests), opts.warmup)):
+        planned = _planned(server, prompts, len(requests) + number, replace(request, prefix_hashes=()))
+        record = await client.send(http, server, planned, 0.0, opts.timeout_s)
+        if problem := record.failure or why_not_exact([record]):
+            raise ConfigError(f"warm-up request {number} of {opts.warmup} failed: {problem}")
+
+
+def _planned(server: Endpoint, prompts: Prompts, index: int, request: TraceRequest) -> Planned:
+    body = server.body(prompts.token_ids(index, request), request.output_tokens)
+    return Planned(index, request.arrived_at_s or 0.0, request, body)
+
+
+def _provenance(opts: ReplayOptions, arguments: Sequence[str], server: Endpoint, prompts: Prompts) -> dict[str, Any]:
+    return {
+        "command": report.command_line(arguments),
+        "url": server.url,
+        "model": server.model,
+        "workload": opts.workload,
+        "seed": opts.seed,
+        "prompt_seed": prompts.seed,
+        "slo": asdict(opts.slo),
+        "usage_per_event": server.usage_per_event,
+    }
+
+
+def _say(sentence: str, status: int) -> int:
+    print(f"dynaserve bench replay: {sentence}", file=sys.stderr)
+    return status

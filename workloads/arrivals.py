@@ -1,0 +1,91 @@
+"""When requests arrive. All randomness comes from the generator that is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import numpy as np
+
+from workloads.catalog import Workload
+from workloads.trace import TraceRequest, WorkloadError
+
+
+def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
+    """Endless arrival times, in seconds, of a Poisson process."""
+    return gamma(rate_per_s, 1.0, rng)
+
+
+def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
+    """Endless arrival times with gamma-distributed gaps of mean 1 / rate; cv, their standard deviation over mean, is the burstiness."""
+    shape = 1 / cv**2
+    now_s = 0.0
+    while True:
+        now_s += rng.gamma(shape, 1 / (rate_per_s * shape))
+        yield now_s
+
+
+def replay(requests: Sequence[TraceRequest], rate_per_s: float | None = None) -> Iterator[float]:
+    """The trace's own times from its first request on, stretched so that the whole trace has that mean rate; None keeps them.
+
+    Stretching keeps the shape of bursts. A part of the trace has the mean rate only if it is as busy as the whole.
+    """
+    times = [request.arrived_at_s for request in requests if request.arrived_at_s is not None]
+    if len(times) < len(requests):
+        raise WorkloadError("the workload has no arrival times of its own: choose an arrival process and a rate")
+    span_s = times[-1] - times[0]
+    if rate_per_s is not None and span_s == 0:
+        raise WorkloadError(f"all {len(times)} requests of the workload arrive at once: they have no rate that could be changed")
+    stretch = 1.0 if rate_per_s is None else (len(times) - 1) / span_s / rate_per_s
+    return ((time_s - times[0]) * stretch for time_s in times)
+
+
+def arrival_times(process: str, workload: Workload, rate_per_s: float | None, rng: np.random.Generator) -> Iterator[float]:
+    """process: `poisson`, `gamma:CV` or `trace`. Raises WorkloadError, also if the process needs a rate and there is none."""
+    if process == "trace":
+        return replay(workload.requests, rate_per_s)
+    cv = _burstiness(process)
+    if rate_per_s is None:
+        raise WorkloadError(f"arrivals {process} need a rate")
+    return gamma(rate_per_s, cv, rng)
+
+
+def schedule(workload: Workload, times: Iterator[float], *, requests: int | None, duration_s: float | None) -> list[TraceRequest]:
+    """The first requests with these arrival times: that many, and only those before `duration_s`; None: no such bound.
+
+    Raises WorkloadError if the workload ends before either bound is reached, or has no end and no bound.
+    """
+    if workload.endless and requests is None and duration_s is None:
+        raise WorkloadError(f"workload {workload.name} has no end: say how many requests or seconds")
+    planned: list[TraceRequest] = []
+    for row, at_s in zip(cycle(workload.requests) if workload.endless else workload.requests, times, strict=False):
+        if len(planned) == requests or (duration_s is not None and at_s >= duration_s):
+            break
+        planned.append(replace(row, arrived_at_s=at_s))
+    else:
+        _check_end(workload, planned, requests, duration_s)
+    if not planned:
+        raise WorkloadError(f"no request of workload {workload.name} arrives in the first {duration_s} s")
+    return planned
+
+
+def _burstiness(process: str) -> float:
+    kind, colon, text = process.partition(":")
+    if process == "poisson":
+        return 1.0
+    try:
+        cv = float(text) if colon and kind == "gamma" else 0.0
+    except ValueError:
+        cv = 0.0
+    if not 0 < cv < np.inf:
+        raise WorkloadError(f"no arrivals {process!r}; there is poisson, gamma:CV with a CV above 0, and trace")
+    return cv
+
+
+def _check_end(workload: Workload, planned: Sequence[TraceRequest], requests: int | None, duration_s: float | None) -> None:
+    """Called when the workload is exhausted."""
+    if requests is None and duration_s is not None:
+        raise WorkloadError(f"workload {workload.name} ends after {planned[-1].arrived_at_s:.1f} s, before {duration_s} s")
+    if requests is not None and len(planned) < requests:
+        raise WorkloadError(f"workload {workload.name} has {len(planned)} requests, not {requests}")
