@@ -210,6 +210,17 @@ def test_a_request_with_a_loose_slo_leaves_large_steps(make: Callable[..., Engin
     assert largest["loose"] > 2 * largest["tight"]
 
 
+def test_an_impossible_slo_that_reached_the_engine_is_told_and_ignored(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    with caplog.at_level("WARNING", "vllm.dynaserve.batching"):
+        engine.add("r", 20, 3, dynaserve_tbt_ms="fast")
+    assert "dynaserve_tbt_ms is 'fast'" in caplog.text
+    engine.run()
+    assert len(engine.token_times_s["r"]) == 3
+
+
 def test_a_prompt_waits_while_its_decode_would_break_the_slo(make: Callable[..., Engine]) -> None:
     engine = make(tbt_slo_ms=20.0)
     learn(engine)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,9 +19,12 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
 from dynaserve.live_profile import LiveProfile
+from dynaserve.profile_keeper import ProfileKeeper
 from dynaserve.step_latency import BatchShape, PrefillWork, prefill_pairs
 from dynaserve.step_planner import RunningDecode, StepPlanner
+from vllm_plugin.device import profile_key
 from vllm_plugin.options import PluginOptions
+from vllm_plugin.requests import TBT_ARG, is_slo_ms
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.dynaserve.batching")
 
-TBT_ARG = "dynaserve_tbt_ms"
-"""Key in `vllm_xargs`: the TBT SLO of one request."""
+_UNPROFILED_PREFILL_TOKENS = 128
+"""Of the first steps beside decodes: enough to learn from, and short on any machine that serves language models."""
 _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
 _SPARE_TOKENS = 1
@@ -39,19 +43,34 @@ _SPARE_TOKENS = 1
 class SloScheduler(Scheduler):
     """Mixin over vLLM's `Scheduler` or `AsyncScheduler`."""
 
+    max_num_scheduled_tokens: int
+    max_num_active_reqs: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = PluginOptions.from_config(self.vllm_config)
         self._tbt_slo_s = options.tbt_slo_ms / 1e3
         self._most_scheduled_tokens = self.max_num_scheduled_tokens
         self._most_active_requests = self.max_num_active_reqs
+        self._keeper = ProfileKeeper(Path(options.profile), profile_key(self.vllm_config)) if options.profile else None
         self.planner = StepPlanner(
-            LiveProfile(), self._most_scheduled_tokens, options.min_prefill_tokens, min(self._most_scheduled_tokens, self.block_size * 4)
+            self._keeper.profile if self._keeper else LiveProfile(),
+            self._most_scheduled_tokens,
+            options.min_prefill_tokens,
+            min(self._most_scheduled_tokens, _UNPROFILED_PREFILL_TOKENS),
         )
         self.clock: Callable[[], float] = time.monotonic
         self._last_token_s: dict[str, float] = {}
         self._under_way: deque[tuple[int, BatchShape, float]] = deque()
         self._last_update_s = 0.0
+
+    def add_request(self, request: Request) -> None:
+        slo_ms = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(TBT_ARG)
+        if slo_ms is not None and not is_slo_ms(slo_ms):  # a front-end answers 400; here it is too late for that
+            logger.warning(
+                "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds", request.request_id, TBT_ARG, slo_ms
+            )
+        super().add_request(request)
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
@@ -64,14 +83,20 @@ class SloScheduler(Scheduler):
 
     def prepare_step(self, now_s: float) -> None:
         """Sets what vLLM's scheduler may take for the next step."""
-        self.running.sort(key=lambda request: request.is_prefill_chunk)  # stable: each half stays in order of arrival
-        decodes = [request for request in self.running if not request.is_prefill_chunk and self.tokens_to_compute(request) > 0]
-        prefills = [request for request in self.running if request.is_prefill_chunk and self.tokens_to_compute(request) > 0]
+        # Stable, so that each part stays in order of arrival; vLLM preempts from the end.
+        self.running.sort(key=lambda request: (self.tokens_to_compute(request) > 0, request.is_prefill_chunk))
+        active = [request for request in self.running if self.tokens_to_compute(request) > 0]
+        decodes = [request for request in active if not request.is_prefill_chunk]
+        prefills = [request for request in active if request.is_prefill_chunk]
         waiting = list(islice(self.waiting, _MOST_WAITING))
         admitted = self._admissible(decodes, prefills, waiting)
         plan = self.planner.plan(
             [RunningDecode(request.num_computed_tokens, self._due_s(request, now_s)) for request in decodes],
-            [PrefillWork(self.tokens_to_compute(request), request.num_computed_tokens) for request in [*prefills, *waiting[:admitted]]],
+            [
+                PrefillWork(tokens, r.num_computed_tokens)
+                for r in [*prefills, *waiting[:admitted]]
+                if (tokens := self.tokens_to_compute(r)) > 0
+            ],
             now_s,
         )
         decode_tokens = sum(self.tokens_to_compute(request) for request in decodes)
@@ -80,8 +105,9 @@ class SloScheduler(Scheduler):
         self.max_num_active_reqs = min(self._most_active_requests, room) if admitted < len(waiting) else self._most_active_requests
 
     def tokens_to_compute(self, request: Request) -> int:
-        """Until the request samples its next token."""
-        return int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
+        """Until the request samples its next token, or stops at its hand-off point (which is 0 for a parked one)."""
+        tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+        return int(self._reserve_prefill_lookahead(request, request.num_computed_tokens, tokens))
 
     def _admissible(self, decodes: list[Request], prefills: list[Request], waiting: list[Request]) -> int:
         """How many of the waiting prompts may begin: each becomes a decode, and those alone must fit into the SLO."""
@@ -98,7 +124,7 @@ class SloScheduler(Scheduler):
     def _slo_s(self, request: Request) -> float:
         extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
         slo_ms = extra_args.get(TBT_ARG)
-        return self._tbt_slo_s if slo_ms is None else slo_ms / 1e3
+        return slo_ms / 1e3 if is_slo_ms(slo_ms) else self._tbt_slo_s
 
     def _due_s(self, request: Request, now_s: float) -> float:
         return self._last_token_s.get(request.request_id, now_s) + self._slo_s(request)
@@ -119,6 +145,11 @@ class SloScheduler(Scheduler):
         self._last_token_s.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
+    def shutdown(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        super().shutdown()
+
     def _measure(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
         """A step lasts from the end of its scheduling, or of the step before it when several are under way, to its update."""
         if not self._under_way or self._under_way[0][0] != id(scheduler_output):
@@ -128,6 +159,8 @@ class SloScheduler(Scheduler):
         self._last_update_s = now_s
         if took_ms > 0:
             self.planner.profile.observe(shape, took_ms)
+        if self._keeper is not None:
+            self._keeper.save_now_and_then(now_s)
 
     def _shape_of(self, output: SchedulerOutput) -> BatchShape:
         """A chunk of one token costs what a decode costs."""

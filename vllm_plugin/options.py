@@ -18,20 +18,30 @@ class PluginOptions:
     """host: where the gateway and the KV plane listen. port: of the gateway; 0 takes a free one.
 
     transports: the ways to move KV that this instance offers, best first (names of `dynaserve.kv_transfer.transports`,
-    or `module:Class`). tbt_slo_ms: of requests that name none. min_prefill_tokens: of a step whose decodes alone take too
-    long.
+    or `module:Class`).
+    batching: "vllm", or "slo", which the rest is about. tbt_slo_ms: of requests that name none. min_prefill_tokens: of a step
+    whose decodes leave no time for a single one. profile: file that keeps the learnt latency of steps; None: it is forgotten.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     transports: tuple[str, ...] = field(default=("torch",))
+    batching: str = "vllm"
     tbt_slo_ms: float = 100.0
     min_prefill_tokens: int = 16
+    profile: str | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PluginOptions:
-        transports = tuple(args.dynaserve_transports)
-        return cls(args.dynaserve_host, args.dynaserve_port, transports, args.tbt_slo_ms, args.dynaserve_min_prefill_tokens)
+        return cls(
+            args.dynaserve_host,
+            args.dynaserve_port,
+            tuple(args.dynaserve_transports),
+            args.dynaserve_batching,
+            args.tbt_slo_ms,
+            args.dynaserve_min_prefill_tokens,
+            args.dynaserve_profile,
+        )
 
     @classmethod
     def from_config(cls, vllm_config: VllmConfig) -> PluginOptions:
@@ -66,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     group.add_argument(
+        "--dynaserve-batching",
+        choices=["vllm", "slo"],
+        default=PluginOptions.batching,
+        help="slo: as much prefill beside the decodes as the learnt latency of steps leaves under --tbt-slo-ms (default: %(default)s)",
+    )
+    group.add_argument(
         "--tbt-slo-ms",
         type=_positive,
         default=PluginOptions.tbt_slo_ms,
@@ -74,15 +90,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dynaserve-min-prefill-tokens",
-        type=int,
+        type=_count,
         default=PluginOptions.min_prefill_tokens,
         metavar="TOKENS",
-        help="prefill of a step even when its decodes alone exceed the SLO (default: %(default)s)",
+        help="prefill of a step whose decodes leave no time for a single token of it (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dynaserve-profile",
+        metavar="FILE",
+        help="keep the learnt latency of steps here, and begin with it (default: it is learnt anew at each start)",
     )
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+    return int(text)
+
+
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from vllm.v1.engine import EngineCoreRequest
 
@@ -11,6 +13,13 @@ SPLIT_ARG = "dynaserve_split"
 """`vllm_xargs` key: the token at which to cut, as vLLM counts `num_computed_tokens`; 0 runs the request whole."""
 TRANSPORT_ARG = "dynaserve_transport"
 """`vllm_xargs` key: the transport for this request's KV, for comparisons and for finding faults."""
+
+TBT_ARG = "dynaserve_tbt_ms"
+"""`vllm_xargs` key: the TBT SLO of this request, instead of the instance's."""
+
+
+def is_slo_ms(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, slots=True)

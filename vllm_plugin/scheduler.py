@@ -22,6 +22,7 @@ from dynaserve.messages import Granted, Refused
 from vllm_plugin import patches
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.micro_requests import EXTRA_ARG, MicroRequest, MicroRequests, Reserve, plan_of
+from vllm_plugin.options import PluginOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,12 +40,13 @@ EVENT_CARRIER = ""
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     """`--scheduler-cls`: the class must match the engine's mode, and vLLM does not check it (VLLM_FACTS 2.1)."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    scheduler_class = type("DynaServeScheduler", (CutScheduler, base), {})
+    batching = (SloScheduler,) if PluginOptions.from_config(vllm_config).batching == "slo" else ()
+    scheduler_class = type("DynaServeScheduler", (CutScheduler, *batching, base), {})
     scheduler: Scheduler = scheduler_class(vllm_config=vllm_config, **kwargs)
     return scheduler
 
 
-class CutScheduler(SloScheduler):
+class CutScheduler(Scheduler):
     """Mixin over vLLM's `Scheduler` or `AsyncScheduler`."""
 
     connector: DynaServeConnector
@@ -197,6 +199,8 @@ class CutScheduler(SloScheduler):
     # -- every step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._promote_betas()
+        self._keep_parked_alphas_first()
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if (micro := self.micro.by_id.get(new.req_id)) and not micro.is_beta:
@@ -205,16 +209,6 @@ class CutScheduler(SloScheduler):
             if micro := self.micro.by_id.get(request_id):
                 micro.computed_tokens += tokens
         return output
-
-    def prepare_step(self, now_s: float) -> None:
-        self._promote_betas()
-        super().prepare_step(now_s)
-        self._keep_parked_alphas_first()
-
-    def tokens_to_compute(self, request: Request) -> int:
-        tokens = super().tokens_to_compute(request)
-        hand_off = self.micro.hand_off_of(request.request_id)
-        return tokens if hand_off is None else max(0, min(tokens, hand_off - request.num_computed_tokens))
 
     def _promote_betas(self) -> None:
         """Resumes betas whose KV and tokens are here, even while no slot is free to run them.

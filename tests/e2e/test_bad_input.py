@@ -43,6 +43,14 @@ def test_unknown_transport(fleet: FleetUnderTest) -> None:
     assert "dynaserve_transport is 'pigeon', this fleet offers torch" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("slo_ms", [0, -3.5, "fast"])
+def test_an_impossible_slo(fleet: FleetUnderTest, slo_ms: Any) -> None:
+    body = fleet.body(prompt_of(50)) | {"vllm_xargs": {"dynaserve_tbt_ms": slo_ms}}
+    response = fleet.frontend.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert f"dynaserve_tbt_ms is {slo_ms!r}, not a number of milliseconds above 0" in response.json()["error"]["message"]
+
+
 def test_record_of_an_unknown_request(fleet: FleetUnderTest) -> None:
     response = fleet.frontend.get("/dynaserve/requests/cmpl-never")
     assert response.status_code == 404

@@ -1,0 +1,57 @@
+"""Keeps what an engine has learnt about its steps in a file, without delaying a step."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from dynaserve import latency_profile
+from dynaserve.latency_profile import ProfileKey
+from dynaserve.live_profile import LiveProfile
+from dynaserve.step_latency import ProfileTable
+
+logger = logging.getLogger("vllm.dynaserve.profile")
+
+SAVE_INTERVAL_S = 30.0
+
+
+class ProfileKeeper:
+    """`profile` begins with the file's table, if there is a file.
+
+    Raises ConfigError for a file that cannot be read or was measured on something else: it is not overwritten.
+    """
+
+    def __init__(self, path: Path, key: ProfileKey) -> None:
+        self.profile = LiveProfile(latency_profile.load(path, key) if path.exists() else None)
+        self._path, self._key = path, key
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynaserve-profile")
+        self._saving: Future[None] | None = None
+        self._saved_s: float | None = None
+
+    def save_now_and_then(self, now_s: float) -> None:
+        """Called after each step; writes a copy in a thread, at most each `SAVE_INTERVAL_S`."""
+        if self._saved_s is None:
+            self._saved_s = now_s
+        if self.profile.table is None or now_s - self._saved_s < SAVE_INTERVAL_S or (self._saving and not self._saving.done()):
+            return
+        self._saved_s = now_s
+        self._saving = self._thread.submit(self._save, copy_of(self.profile.table))
+
+    def close(self) -> None:
+        """Saves a last time."""
+        self._thread.shutdown()
+        if self.profile.table is not None:
+            self._save(self.profile.table)
+
+    def _save(self, table: ProfileTable) -> None:
+        try:
+            latency_profile.save(self._path, table, self._key, "learnt by a running instance")
+        except OSError as error:  # the engine goes on without
+            logger.warning("the latency profile cannot be saved to %s: %s", self._path, error.strerror)
+
+
+def copy_of(table: ProfileTable) -> ProfileTable:
+    copy = ProfileTable(table.roofline)
+    copy.restore(table.bins(), table.log_scale, table.sigma)
+    return copy

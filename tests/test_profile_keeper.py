@@ -1,0 +1,70 @@
+"""What was learnt is there at the next start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynaserve import latency_profile
+from dynaserve.errors import ConfigError
+from dynaserve.latency_profile import ProfileKey
+from dynaserve.profile_keeper import SAVE_INTERVAL_S, ProfileKeeper
+from dynaserve.step_latency import BatchShape
+
+KEY = ProfileKey(model="m", dtype="float32", device="d", parallelism="tp1", vllm_version="0.32.0")
+STEP = BatchShape(prefill_tokens=100)
+
+
+def learn(keeper: ProfileKeeper, steps: int = 40) -> None:
+    for _ in range(steps):
+        keeper.profile.observe(STEP, 25.0)
+
+
+def test_the_next_start_knows_what_the_last_one_learnt(tmp_path: Path) -> None:
+    keeper = ProfileKeeper(tmp_path / "p.json", KEY)
+    learn(keeper)
+    keeper.close()
+    again = ProfileKeeper(tmp_path / "p.json", KEY)
+    assert again.profile.table is not None
+    assert again.profile.table.step_ms(STEP) == pytest.approx(25.0, rel=0.05)
+    again.close()
+
+
+def test_it_is_saved_while_the_engine_runs_but_not_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    keeper = ProfileKeeper(path, KEY)
+    keeper.save_now_and_then(0.0)
+    learn(keeper)
+    keeper.save_now_and_then(SAVE_INTERVAL_S / 2)
+    assert not path.exists()
+    keeper.save_now_and_then(SAVE_INTERVAL_S)
+    assert keeper._saving is not None
+    keeper._saving.result(timeout=30)
+    assert latency_profile.load(path, KEY).step_ms(STEP) == pytest.approx(25.0, rel=0.05)
+    keeper.close()
+
+
+def test_an_engine_that_learnt_nothing_leaves_no_file(tmp_path: Path) -> None:
+    ProfileKeeper(tmp_path / "p.json", KEY).close()
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_another_ones_profile_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    keeper = ProfileKeeper(path, KEY)
+    learn(keeper)
+    keeper.close()
+    content = path.read_bytes()
+    other = ProfileKey(model="other", dtype="float32", device="d", parallelism="tp1", vllm_version="0.32.0")
+    with pytest.raises(ConfigError, match="model"):
+        ProfileKeeper(path, other)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_that_cannot_be_written_disturbs_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    keeper = ProfileKeeper(tmp_path / "file" / "p.json", KEY)
+    learn(keeper)
+    keeper.close()
+    assert "cannot be saved" in caplog.text
