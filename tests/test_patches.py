@@ -67,7 +67,17 @@ def test_the_flag_turns_the_instance_on() -> None:
     state = json.loads(done.stdout.splitlines()[-1])
     assert state["scheduler"] == "vllm_plugin.scheduler.make_scheduler"
     assert state["connector"] == "DynaServeConnector"
-    assert state["additional"] == {"dynaserve": {"host": "127.0.0.1", "port": 7777, "transports": ["mooncake", "torch"]}}
+    assert state["additional"] == {
+        "dynaserve": {
+            "host": "127.0.0.1",
+            "port": 7777,
+            "transports": ["mooncake", "torch"],
+            "batching": "vllm",
+            "tbt_slo_ms": 100.0,
+            "min_prefill_tokens": 16,
+            "profile": None,
+        }
+    }
     assert state["outputs_hook"]
     assert state["wrapped"]
 
