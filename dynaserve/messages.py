@@ -11,7 +11,7 @@ import msgspec
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -35,7 +35,8 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 class Announce(msgspec.Struct, frozen=True, tag=True):
     """Reserve blocks for `hand_off_at` tokens that `senders` will write; resume at `Continue`. + engine frames.
 
-    senders: the alpha instance's workers by tensor-parallel rank. Answered by `Granted` or `Refused`.
+    senders: the alpha instance's workers by tensor-parallel rank. Answered by `Granted` or `Refused`; what is granted may grow
+    (`Granted` again), and may be taken back until `Continue` (`Revoked`).
     """
 
     request_id: str
@@ -54,7 +55,11 @@ class Continue(msgspec.Struct, frozen=True, tag=True):
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
-    """Change the hand-off point of a running alpha; None lifts it, so that the instance finishes the request alone."""
+    """Change the hand-off point.
+
+    To an alpha: stop there, or as soon as possible if it is computed already; ignored once the alpha stands (`Parked` says
+    where). None lifts it, so that the instance finishes the request alone. To a beta: reserve up to there.
+    """
 
     request_id: str
     hand_off_at: int | None
@@ -80,14 +85,30 @@ ToInstance = Hello | Run | Announce | Continue | Move | Release | Abort | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Blocks are reserved; `cached_tokens` of them come from the instance's own prefix cache and will not be sent."""
+    """Blocks are reserved for the first `granted_tokens` tokens; `cached_tokens` of them come from the instance's own prefix
+    cache and will not be sent. Said again when the reservation has grown."""
 
     request_id: str
     cached_tokens: int
+    granted_tokens: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The request, or the reservation of its blocks, is not taken; nothing is held for it."""
+
+    request_id: str
+    reason: str
+
+
+class Revoked(msgspec.Struct, frozen=True, tag=True):
+    """The reservation is taken back, or cannot hold what the alpha has computed; `Ended` follows when its blocks are free."""
+
+    request_id: str
+    reason: str
+
+
+class Lifted(msgspec.Struct, frozen=True, tag=True):
+    """The alpha has stood at its hand-off point for too long, or too many do: the instance goes on with it alone."""
 
     request_id: str
     reason: str
@@ -115,7 +136,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     blocks: int
     bytes: int
     before_end: bool
-    at_s: float
+    age_ms: float
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -129,7 +150,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int
 
 
-Event = Granted | Refused | Parked | Resumed | Moved | Ended
+Event = Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -33,6 +33,8 @@ class KvRecord:
 class RequestRecord:
     """One sequence of a request. reason: why it was cut or not. lifted: why an announced hand-off did not happen.
 
+    split_token: where alpha stopped, once it has; before, where it is to stop. moves: how often that was changed on the way.
+
     timeline_ms: milliseconds from arrival to each phase, as the front-end saw it.
     """
 
@@ -43,6 +45,7 @@ class RequestRecord:
     output_tokens: int = 0
     finish_reason: str | None = None
     lifted: str | None = None
+    moves: int = 0
     alpha: MicroRecord | None = None
     beta: MicroRecord | None = None
     kv: KvRecord | None = None

@@ -76,6 +76,8 @@ def test_the_flag_turns_the_instance_on() -> None:
             "tbt_slo_ms": 100.0,
             "min_prefill_tokens": 16,
             "profile": None,
+            "max_parked": 64,
+            "park_timeout_ms": 10000.0,
         }
     }
     assert state["outputs_hook"]

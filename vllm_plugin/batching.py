@@ -45,6 +45,8 @@ class SloScheduler(Scheduler):
 
     max_num_scheduled_tokens: int
     max_num_active_reqs: int
+    parked_slots: int = 0
+    """Requests in `running` that take none of its slots (`AlphaScheduler`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,7 +104,8 @@ class SloScheduler(Scheduler):
         decode_tokens = sum(self.tokens_to_compute(request) for request in decodes)
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, decode_tokens + plan.prefill_tokens + _SPARE_TOKENS))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
-        self.max_num_active_reqs = min(self._most_active_requests, room) if admitted < len(waiting) else self._most_active_requests
+        most = self._most_active_requests + self.parked_slots
+        self.max_num_active_reqs = min(most, room) if admitted < len(waiting) else most
 
     def tokens_to_compute(self, request: Request) -> int:
         """Until the request samples its next token, or stops at its hand-off point (which is 0 for a parked one)."""

@@ -52,7 +52,7 @@ from dynaserve.request_flow import (
     SendAbort,
     SendAnnounce,
     SendContinue,
-    SendLift,
+    SendMove,
     SendRelease,
     SendRun,
     Side,
@@ -191,6 +191,20 @@ class FleetClient:
             if live := self._live.get(request_id):
                 await self._handle(live, Side.ALPHA, ClientGone())
 
+    async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
+        """Moves the hand-off point of every sequence of this request, or lifts it (None).
+
+        Returns how many sequences it was asked for; None: no such request runs. `RequestRecord` says where each was cut.
+        """
+        lives = [live for live in self._live.values() if live.flow.record.request_id == request_id]
+        asked = 0
+        for live in lives:
+            now_ms = (time.monotonic() - live.arrived_s) * 1000
+            instructions = live.flow.lift(now_ms) if hand_off_at is None else live.flow.move(hand_off_at)
+            asked += bool(instructions)
+            await self._carry_out(live, instructions)
+        return asked if lives else None
+
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return ("generate",)
 
@@ -258,6 +272,8 @@ class FleetClient:
         forward = await self._carry_out(live, instructions)
         if live.flow.over and self._live.pop(live.internal_id, None) is not None:
             self._scheduler.finish(live.internal_id)
+            if live.flow.record.lifted is not None:
+                LIFTED.inc()
         return forward
 
     # -- to instances --------------------------------------------------------------------------------------------------
@@ -279,9 +295,8 @@ class FleetClient:
                     await self._send(name, self._announce(live, hand_off), live.request)
                 case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
                     await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, tokens))
-                case SendLift(instance_id=name):
-                    LIFTED.inc()
-                    await self._send(name, Move(self._wire_id(live, Side.ALPHA), None))
+                case SendMove(side=side, instance_id=name, hand_off_at=hand_off):
+                    await self._send(name, Move(self._wire_id(live, side), hand_off))
                 case SendRelease(instance_id=name):
                     await self._send(name, Release(self._wire_id(live, Side.ALPHA)))
                 case SendAbort(instance_id=name):

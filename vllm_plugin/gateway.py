@@ -128,6 +128,7 @@ class Gateway:
     async def start(cls, engine_client: AsyncLLM, args: Namespace) -> Gateway:
         options = PluginOptions.from_config(engine_client.vllm_config)
         engine = engine_client.engine_core
+        await engine.call_utility_async("dynaserve_listen")
         known = await engine.call_utility_async("dynaserve_describe")
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
@@ -191,7 +192,7 @@ class Gateway:
                 if await self._add(identity, request_id, plan, frames):
                     self._spawn(self._answer_announce(identity, request_id))
             case Continue() if self._owns(identity, message.request_id):
-                self._call("dynaserve_continue", message.request_id, message.output_token_ids)
+                self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids)
             case Move() if self._owns(identity, message.request_id):
                 self._call("dynaserve_move", message.request_id, message.hand_off_at)
             case Release() if self._owns(identity, message.request_id):

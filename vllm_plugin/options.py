@@ -30,6 +30,9 @@ class PluginOptions:
     tbt_slo_ms: float = 100.0
     min_prefill_tokens: int = 16
     profile: str | None = None
+    max_parked: int = 64
+    park_timeout_ms: float = 10_000.0
+    """Of alphas at their hand-off points: how many, and how long, before the instance goes on with one alone."""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PluginOptions:
@@ -41,6 +44,8 @@ class PluginOptions:
             args.tbt_slo_ms,
             args.dynaserve_min_prefill_tokens,
             args.dynaserve_profile,
+            max_parked=args.dynaserve_max_parked,
+            park_timeout_ms=args.dynaserve_park_timeout_ms,
         )
 
     @classmethod
@@ -100,11 +105,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keep the learnt latency of steps here, and begin with it (default: it is learnt anew at each start)",
     )
+    group.add_argument(
+        "--dynaserve-max-parked",
+        type=_count,
+        default=PluginOptions.max_parked,
+        metavar="REQUESTS",
+        help="alphas that may stand at their hand-off points; the instance finishes the oldest of more alone (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dynaserve-park-timeout-ms",
+        type=_positive,
+        default=PluginOptions.park_timeout_ms,
+        metavar="MS",
+        help="how long an alpha may stand at its hand-off point before the instance finishes it alone (default: %(default)s)",
+    )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
