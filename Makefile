@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast test-cpp check format stubs clean runtime dev
+.PHONY: help demo up soak test test-fast test-cpp check format stubs clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -23,6 +23,9 @@ test-cpp: dev ## run the tests of the C++ core under the address and undefined-b
 	$(BIN)/cmake -S cpp_scheduler -B build/cpp -Wno-dev >build/cpp.log || { cat build/cpp.log; exit 1; }
 	$(BIN)/cmake --build build/cpp --parallel
 	$(BIN)/ctest --test-dir build/cpp --output-on-failure
+
+soak: dev  ## thousands of random requests over a fleet with little memory (REQUESTS=3000, SEED=n): no token may differ
+	$(BIN)/python -m tests.e2e.soak $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
 check: dev ## formatting, lint, types, layering
 	$(BIN)/ruff format --check .

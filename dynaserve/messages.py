@@ -24,12 +24,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Run(msgspec.Struct, frozen=True, tag=True):
     """Run this request; stop at `hand_off_at` computed tokens and keep its blocks (None: run to the end). + engine frames.
 
-    transfer_id: names the KV transfer to the beta; None where there is none.
+    transfer_id: names the KV transfer to the beta; None where there is none. chunked: send KV while computing, not at the end.
     """
 
     request_id: str
     hand_off_at: int | None = None
     transfer_id: str | None = None
+    chunked: bool = True
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
@@ -77,11 +78,20 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class AddLora(msgspec.Struct, frozen=True, tag=True):
+    """Load a LoRA adapter from a path of the instance's machine; requests name it by `lora_int_id`. Answered by `LoraAdded`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+
 class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front-end is leaving: abort everything of its."""
 
 
-ToInstance = Hello | Run | Announce | Continue | Move | Release | Abort | Bye
+ToInstance = Hello | Run | Announce | Continue | Move | Release | Abort | AddLora | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -123,9 +133,13 @@ class Parked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag=True):
-    """The beta has its KV and its tokens; the alpha is not needed any more."""
+    """The beta has its KV and its tokens; the alpha is not needed any more.
+
+    step_rest_ms: how long `Continue` waited for the end of the step that was running.
+    """
 
     request_id: str
+    step_rest_ms: float = 0.0
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +151,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     bytes: int
     before_end: bool
     age_ms: float
+    took_ms: float = 0.0
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -178,7 +193,14 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     instance_epoch: str
 
 
-FromInstance = Step | Welcome
+class LoraAdded(msgspec.Struct, frozen=True, tag=True):
+    """error: why the adapter is not loaded; None: it is."""
+
+    lora_int_id: int
+    error: str | None
+
+
+FromInstance = Step | Welcome | LoraAdded
 
 
 class WorkerDescription(msgspec.Struct, frozen=True):

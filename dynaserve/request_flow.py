@@ -158,7 +158,8 @@ class RequestFlow:
                 self.record.mark("alpha_parked", now_ms)
                 self.parked_at = computed
                 return self._continue_if_ready(now_ms)
-            case Resumed():
+            case Resumed(step_rest_ms=step_rest_ms):
+                self.record.step_rest_ms = step_rest_ms
                 return self._on_resumed(now_ms)
             case Moved():
                 self._on_moved(event, now_ms)
@@ -255,8 +256,11 @@ class RequestFlow:
             kv.blocks += moved.blocks
             kv.bytes += moved.bytes
             kv.chunks.append({"blocks": moved.blocks, "bytes": moved.bytes, "at_ms": round(now_ms - moved.age_ms, 3)})
-        elif moved.before_end:
+            return
+        kv.push_ms += moved.took_ms
+        if moved.before_end:
             kv.bytes_before_alpha_end += moved.bytes
+            kv.push_ms_before_alpha_end += moved.took_ms
 
     def _on_ended(self, side: Side, ended: Ended, now_ms: float) -> list[Instruction]:
         micro = self._micro(side)

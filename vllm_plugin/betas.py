@@ -161,8 +161,11 @@ class BetaScheduler(Scheduler):
 
     # -- continue, resume ----------------------------------------------------------------------------------------------
 
-    def continue_request(self, request_id: str, hand_off_at: int, output_token_ids: list[int]) -> bool:
-        """The alpha has stopped at `hand_off_at` tokens, having sampled these. False: the request is gone, or is given up."""
+    def continue_request(self, request_id: str, hand_off_at: int, output_token_ids: list[int], waited_ms: float) -> bool:
+        """The alpha has stopped at `hand_off_at` tokens, having sampled these. False: the request is gone, or is given up.
+
+        waited_ms: since the message came, for the end of a step.
+        """
         micro, request = self.micro.by_id.get(request_id), self.requests.get(request_id)
         if micro is None or request is None or not micro.revocable:
             return False
@@ -174,6 +177,7 @@ class BetaScheduler(Scheduler):
         if not self._grow(request, micro, hand_off_at):
             self.revoke(micro, f"no KV blocks for {hand_off_at} tokens: {request.num_computed_tokens} are reserved")
             return False
+        micro.step_rest_ms = waited_ms
         request.num_computed_tokens = max(hand_off_at, micro.cached_tokens)
         self._take_outputs(request, micro, output_token_ids)
         self.micro.complete(micro, max(micro.first_index, -(-hand_off_at // self.block_size)))

@@ -120,6 +120,8 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
         """Whole blocks leave as they fill; the partly filled last one leaves once, when the alpha stands at the hand-off."""
         micro = self.micro.by_id[request_id]
         final = computed == hand_off
+        if not (micro.plan.chunked or final):
+            return
         until = -(-computed // self.block_size) if final else computed // self.block_size
         if until > micro.ready_blocks or final:
             ready = tuple(block_ids[micro.ready_blocks : until])

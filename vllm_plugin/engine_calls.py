@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -37,8 +38,10 @@ def dynaserve_reservation(self: Any, request_id: str) -> Any:
     return msgspec.to_builtins(self.scheduler.reservation(request_id))
 
 
-def dynaserve_continue(self: Any, request_id: str, hand_off_at: int, output_token_ids: list[int]) -> bool:
-    return bool(self.scheduler.continue_request(request_id, hand_off_at, output_token_ids))
+def dynaserve_continue(self: Any, request_id: str, hand_off_at: int, output_token_ids: list[int], came_s: float) -> bool:
+    """came_s: when the message came to the gateway, on this machine's monotonic clock."""
+    waited_ms = 1e3 * (time.monotonic() - came_s)
+    return bool(self.scheduler.continue_request(request_id, hand_off_at, output_token_ids, waited_ms))
 
 
 def dynaserve_move(self: Any, request_id: str, hand_off_at: int | None) -> bool:

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from prometheus_client import Counter
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -34,6 +35,7 @@ from dynaserve.messages import (
     Continue,
     FromInstance,
     Hello,
+    LoraAdded,
     Move,
     Release,
     Run,
@@ -59,7 +61,8 @@ from dynaserve.request_flow import (
     Tokens,
     new_flow,
 )
-from vllm_plugin.requests import SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, CutRequest, is_slo_ms, why_whole
+from vllm_plugin.adapters import AdapterLoader, with_fleet_id
+from vllm_plugin.requests import CHUNKED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, CutRequest, is_slo_ms, why_whole
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -68,7 +71,7 @@ LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
 
 
-@dataclass
+@dataclass(eq=False)
 class Live:
     """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances."""
 
@@ -77,6 +80,7 @@ class Live:
     transport: str
     transfer_id: str
     arrived_s: float
+    chunked: bool
 
     @property
     def internal_id(self) -> str:
@@ -105,6 +109,7 @@ class FleetClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._adapters = AdapterLoader(self._send)
         self._header_decoder: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
         for instance in instances:
             scheduler.observe(InstanceState(instance.instance_id))
@@ -144,12 +149,17 @@ class FleetClient:
         offered = next(iter(self.instances.values())).description.workers[0].endpoint.transports
         if wanted is not None and not (isinstance(wanted, str) and wanted in offered):
             raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
+        chunked = extra_args.get(CHUNKED_ARG, 1)
+        if chunked not in (0, 1):
+            raise BadRequest(f"{CHUNKED_ARG} is {chunked!r}, not 0 or 1")
         tbt_ms = extra_args.get(TBT_ARG)
         if tbt_ms is not None and not is_slo_ms(tbt_ms):
             raise BadRequest(f"{TBT_ARG} is {tbt_ms!r}, not a number of milliseconds above 0")
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         cut = CutRequest.of(request)
+        if request.lora_request is not None:
+            request.lora_request = with_fleet_id(request.lora_request)
         obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values()])
         placement = self._scheduler.place(
             RequestSpec(
@@ -170,7 +180,7 @@ class FleetClient:
         external_id = request.external_req_id or request.request_id
         flow = new_flow(external_id, cut.prompt_tokens, placement, reason, transport, block_bytes)
         self.book.add(flow.record)
-        live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic())
+        live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
         try:
             await self._carry_out(live, flow.start())
@@ -191,12 +201,18 @@ class FleetClient:
             if live := self._live.get(request_id):
                 await self._handle(live, Side.ALPHA, ClientGone())
 
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Raises ValueError if an instance cannot load the adapter."""
+        await self._adapters.load(lora_request, self.instances)
+        return True
+
     async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
         """Moves the hand-off point of every sequence of this request, or lifts it (None).
 
         Returns how many sequences it was asked for; None: no such request runs. `RequestRecord` says where each was cut.
         """
-        lives = [live for live in self._live.values() if live.flow.record.request_id == request_id]
+        ids = {live: live.flow.record.request_id for live in self._live.values()}
+        lives = [live for live, name in ids.items() if request_id in (name, name.rpartition("-")[0])]
         asked = 0
         for live in lives:
             now_ms = (time.monotonic() - live.arrived_s) * 1000
@@ -237,6 +253,8 @@ class FleetClient:
                 continue
             if isinstance(step, Step):
                 await self._on_step(instance, step, outputs)
+            elif isinstance(step, LoraAdded):
+                self._adapters.answered(instance, step)
 
     def _on_listener_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -290,7 +308,7 @@ class FleetClient:
                     self._outputs.put_nowait(EngineCoreOutputs(outputs=[failed]))
                 case SendRun(instance_id=name, hand_off_at=hand_off):
                     transfer_id = None if hand_off is None else live.transfer_id
-                    await self._send(name, Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id), live.request)
+                    await self._send(name, Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id, live.chunked), live.request)
                 case SendAnnounce(instance_id=name, hand_off_at=hand_off):
                     await self._send(name, self._announce(live, hand_off), live.request)
                 case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):

@@ -22,12 +22,14 @@ import zmq
 import zmq.asyncio
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import Counter
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AddLora,
     Announce,
     Bye,
     Continue,
@@ -37,6 +39,7 @@ from dynaserve.messages import (
     Hello,
     InstanceDescription,
     Load,
+    LoraAdded,
     Move,
     Refused,
     Release,
@@ -120,6 +123,8 @@ class Gateway:
     frontends: dict[bytes, str] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
+    adapters: set[int] = field(default_factory=set)
+    """LoRA adapters that a front-end has had loaded."""
     request_decoder: MsgpackDecoder = field(default_factory=lambda: MsgpackDecoder(EngineCoreRequest))
     encoder: MsgpackEncoder = field(default_factory=MsgpackEncoder)
     header_decoder: msgspec.msgpack.Decoder[ToInstance] = field(default_factory=lambda: msgspec.msgpack.Decoder(ToInstance))
@@ -184,21 +189,23 @@ class Gateway:
         match message:
             case Hello():
                 await self._hello(identity, message)
-            case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id):
+            case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
                 role = "whole" if hand_off_at is None else "alpha"
-                await self._add(identity, request_id, Plan(role, hand_off_at, transfer_id), frames)
+                await self._add(identity, request_id, Plan(role, hand_off_at, transfer_id, chunked=chunked), frames)
             case Announce(request_id=request_id):
                 plan = Plan("beta", message.hand_off_at, message.transfer_id, message.transport, message.senders)
                 if await self._add(identity, request_id, plan, frames):
                     self._spawn(self._answer_announce(identity, request_id))
             case Continue() if self._owns(identity, message.request_id):
-                self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids)
+                self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids, time.monotonic())
             case Move() if self._owns(identity, message.request_id):
                 self._call("dynaserve_move", message.request_id, message.hand_off_at)
             case Release() if self._owns(identity, message.request_id):
                 self._call("dynaserve_release", message.request_id)
             case Abort(request_ids=request_ids):
                 await self._abort([request_id for request_id in request_ids if self._owns(identity, request_id)])
+            case AddLora():
+                self._spawn(self._add_lora(identity, message))
             case Bye():
                 del self.frontends[identity]
                 await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
@@ -209,6 +216,18 @@ class Gateway:
             return
         self.frontends[identity] = hello.frontend_id
         await self._send(identity, Welcome(self.description.instance_epoch))
+
+    async def _add_lora(self, identity: bytes, message: AddLora) -> None:
+        error = None
+        try:
+            await self.engine.add_lora_async(
+                LoRARequest(message.lora_name, message.lora_int_id, message.lora_path, load_inplace=message.load_inplace)
+            )
+            self.adapters.add(message.lora_int_id)
+        except Exception as fault:  # of any kind, from loading somebody's file: it is the front-end's answer
+            logger.warning("LoRA adapter %s is not loaded", message.lora_name, exc_info=True)
+            error = str(fault) or type(fault).__name__
+        await self._send(identity, LoraAdded(message.lora_int_id, error))
 
     def _owns(self, identity: bytes, request_id: str) -> bool:
         """Late messages for a request that is over are normal; those for somebody else's are not obeyed."""
@@ -257,6 +276,8 @@ class Gateway:
             return "only generation from token ids runs through the gateway"
         if len(request.prompt_token_ids) >= self.description.max_model_len:
             return f"prompt of {len(request.prompt_token_ids)} tokens, at most {self.description.max_model_len - 1} fit"
+        if request.lora_request is not None and request.lora_request.lora_int_id not in self.adapters:
+            return f"LoRA adapter {request.lora_request.lora_name} is not loaded"
         return None
 
     async def _answer_announce(self, identity: bytes, request_id: str) -> None:
@@ -321,5 +342,5 @@ class Gateway:
             if output.finish_reason is not None and str(output.finish_reason) in ENGINE_GAVE_UP:
                 self._forget(output.request_id)
 
-    async def _send(self, identity: bytes, message: Step | Welcome, frames: Sequence[Any] = ()) -> None:
+    async def _send(self, identity: bytes, message: Step | Welcome | LoraAdded, frames: Sequence[Any] = ()) -> None:
         await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])

@@ -27,7 +27,7 @@ class Plan(msgspec.Struct, omit_defaults=True):
     """What the gateway asks of the engine for one request.
 
     role: "whole", "alpha" (stops at `hand_off_at`; None: lifted) or "beta" (starts there, with KV from `senders`).
-    output_token_ids: of a beta, what the alpha has sampled; None until `Continue`.
+    output_token_ids: of a beta, what the alpha has sampled; None until `Continue`. chunked: of an alpha, KV leaves while it computes.
     """
 
     role: str
@@ -36,6 +36,7 @@ class Plan(msgspec.Struct, omit_defaults=True):
     transport: str | None = None
     senders: list[WorkerEndpoint] = []
     output_token_ids: list[int] | None = None
+    chunked: bool = True
 
 
 def plan_of(extra_args: Mapping[str, Any] | None) -> Plan | None:
@@ -90,6 +91,7 @@ class MicroRequest:
     granted_blocks: int = 0
     landed_blocks: int = 0
     end_index: int | None = None
+    step_rest_ms: float = 0.0
     received: bool = False
     resumed: bool = False
 
@@ -207,7 +209,7 @@ class MicroRequests:
     def resume(self, micro: MicroRequest) -> None:
         micro.resumed = micro.received = True
         del self.betas[micro.request_id]
-        self.events.append(Resumed(micro.request_id))
+        self.events.append(Resumed(micro.request_id, micro.step_rest_ms))
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
@@ -225,7 +227,9 @@ class MicroRequests:
             case kind:
                 if kind == "received":
                     micro.landed_blocks += report.blocks
-                self.events.append(Moved(micro.request_id, kind, report.blocks, report.bytes, report.before_end, report.age_ms))
+                self.events.append(
+                    Moved(micro.request_id, kind, report.blocks, report.bytes, report.before_end, report.age_ms, report.took_ms)
+                )
         return None
 
     def awaits_workers(self, request_id: str) -> bool:

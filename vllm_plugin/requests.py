@@ -14,6 +14,8 @@ SPLIT_ARG = "dynaserve_split"
 TRANSPORT_ARG = "dynaserve_transport"
 """`vllm_xargs` key: the transport for this request's KV, for comparisons and for finding faults."""
 
+CHUNKED_ARG = "dynaserve_chunked"
+"""`vllm_xargs` key: 0 sends this request's KV when its first half is done instead of while it computes, for comparisons."""
 TBT_ARG = "dynaserve_tbt_ms"
 """`vllm_xargs` key: the TBT SLO of this request, instead of the instance's."""
 
@@ -30,6 +32,7 @@ class CutRequest:
     max_tokens: int
     forced_split: int | None
     transport: str | None
+    chunked: bool
 
     @classmethod
     def of(cls, request: EngineCoreRequest) -> CutRequest:
@@ -37,7 +40,13 @@ class CutRequest:
         if params is None or params.max_tokens is None:
             raise ValueError(f"request {request.request_id} has no sampling parameters or no max_tokens")
         extra_args = params.extra_args or {}
-        return cls(len(request.prompt_token_ids or ()), params.max_tokens, extra_args.get(SPLIT_ARG), extra_args.get(TRANSPORT_ARG))
+        return cls(
+            len(request.prompt_token_ids or ()),
+            params.max_tokens,
+            extra_args.get(SPLIT_ARG),
+            extra_args.get(TRANSPORT_ARG),
+            bool(extra_args.get(CHUNKED_ARG, True)),
+        )
 
 
 def why_whole(request: EngineCoreRequest, obstacles: Sequence[str | None]) -> str | None:
@@ -50,8 +59,6 @@ def why_whole(request: EngineCoreRequest, obstacles: Sequence[str | None]) -> st
         "multimodal": bool(request.mm_features),
         "streaming_input": request.resumable,
         "prompt_logprobs": params.prompt_logprobs is not None,
-        "structured_outputs": params.structured_outputs is not None,
-        "lora": request.lora_request is not None,
     }
     reasons |= {obstacle.replace(" ", "_"): True for obstacle in obstacles if obstacle is not None}
     return next((reason for reason, holds in reasons.items() if holds), None)

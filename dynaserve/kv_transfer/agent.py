@@ -46,7 +46,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     """News of one transfer.
 
     kind: "sent" (blocks have left), "received" (blocks have arrived), "failed" (what has not arrived will not come) or
-    "delivered" (the receiver has all that it needs). before_end: sent while the sender was still computing.
+    "delivered" (the receiver has all that it needs). before_end: sent while the sender was still computing. took_ms: to send.
     at_s: monotonic clock of the worker's machine, seconds. age_ms: how long ago that was when the report was taken.
     """
 
@@ -57,6 +57,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     blocks: int = 0
     bytes: int = 0
     before_end: bool = False
+    took_ms: float = 0.0
 
 
 @dataclass
@@ -229,8 +230,8 @@ class Agent:
                 self._tell(peer, message)
             case tx.Push(receiver=peer):
                 self._on_lane("push", peer, lambda: self._push(instruction))
-            case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end):
-                self._report(transfer_id, "sent", blocks, before_end)  # for the record: nobody is woken
+            case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end, took_ms=took_ms):
+                self._report(transfer_id, "sent", blocks, before_end, took_ms)  # for the record: nobody is woken
             case tx.Delivered(transfer_id=transfer_id):
                 self._report(transfer_id, "delivered")
             case tx.SendingStopped(transfer_id=transfer_id):
@@ -258,8 +259,8 @@ class Agent:
                     self._results.lost_blocks.extend(lost)
                 self._on_results()
 
-    def _report(self, transfer_id: str, kind: str, blocks: int = 0, before_end: bool = False) -> None:
-        report = TransferReport(transfer_id, kind, time.monotonic(), 0.0, blocks, blocks * self._block_bytes, before_end)
+    def _report(self, transfer_id: str, kind: str, blocks: int = 0, before_end: bool = False, took_ms: float = 0.0) -> None:
+        report = TransferReport(transfer_id, kind, time.monotonic(), 0.0, blocks, blocks * self._block_bytes, before_end, took_ms)
         with self._lock:
             self._results.reports.append(report)
 
@@ -290,6 +291,7 @@ class Agent:
         try:
             if push.fence is not None:
                 push.fence()
+            began_s = time.monotonic()
             self._transport(push.transport).push(push.receiver, push.local_blocks, push.remote_blocks)
         except Exception as error:
             logger.warning("push of transfer %s failed: %s", push.transfer_id, error, exc_info=not isinstance(error, TransportError))
@@ -297,7 +299,7 @@ class Agent:
                 self._transports[push.transport].drop(push.receiver)
             self._post(tx.PushFailed(push.transfer_id, str(error)))
         else:
-            self._post(tx.PushDone(push.transfer_id))
+            self._post(tx.PushDone(push.transfer_id, 1e3 * (time.monotonic() - began_s)))
 
     def _receive(self, receive: rx.Receive) -> None:
         try:

@@ -36,6 +36,7 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class PushDone:
     transfer_id: str
+    took_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Sent:
     transfer_id: str
     num_blocks: int
     before_end: bool
+    took_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,8 @@ class Sender:
                 return self._on_ready(event)
             case Grant():
                 return self._on_grant(event)
-            case PushDone():
-                return self._on_push_done(transfer_id)
+            case PushDone(took_ms=took_ms):
+                return self._on_push_done(transfer_id, took_ms)
             case PushFailed(reason=reason):
                 return self._on_push_failed(transfer_id, reason)
             case Retract():
@@ -229,12 +231,12 @@ class Sender:
         transfer.ready.clear()
         return [] if transfer.in_flight else self._settle(transfer_id)
 
-    def _on_push_done(self, transfer_id: str) -> list[Instruction]:
+    def _on_push_done(self, transfer_id: str, took_ms: float) -> list[Instruction]:
         transfer = self.transfers[transfer_id]
         indexes = transfer.in_flight
         transfer.in_flight = ()
         transfer.sent.update(indexes)
-        done: list[Instruction] = [Sent(transfer_id, len(indexes), before_end=not transfer.final)]
+        done: list[Instruction] = [Sent(transfer_id, len(indexes), not transfer.final, took_ms)]
         if transfer.receiver is not None and transfer.transport in self.one_sided:
             done.append(Tell(transfer.receiver, Blocks(transfer_id, self.worker_id, transfer.transport, list(indexes))))
         answers = self._settle(transfer_id)
