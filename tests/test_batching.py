@@ -125,7 +125,8 @@ class Engine:
 
     def check_empty(self) -> None:
         assert not self.scheduler.requests
-        assert not self.scheduler._last_token_s
+        assert not self.scheduler.deadlines.next_due_s
+        assert not self.scheduler.deadlines.first_due_s
         assert not self.scheduler._under_way
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.blocks - 1
 

@@ -7,24 +7,31 @@ vLLM's own scheduler forms the batch; what it may take is set before (VLLM_FACTS
 from __future__ import annotations
 
 import logging
+import math
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
 
 from dynaserve.live_profile import LiveProfile
+from dynaserve.messages import MeasuredStep
 from dynaserve.profile_keeper import ProfileKeeper
 from dynaserve.step_latency import BatchShape, PrefillWork, prefill_pairs
-from dynaserve.step_planner import RunningDecode, StepPlanner
+from dynaserve.step_planner import RunningDecodes, StepPlan, StepPlanner
+from dynaserve.step_report import UNPROFILED, BatchReport, StepLog, StepReport, StepReporter
+from dynaserve.token_deadlines import TokenDeadlines, TokenSlo
 from vllm_plugin.device import profile_key
 from vllm_plugin.options import PluginOptions
-from vllm_plugin.requests import TBT_ARG, is_slo_ms
+from vllm_plugin.requests import TBT_ARG, TTFT_ARG, is_slo_ms
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,12 +39,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.dynaserve.batching")
 
+REPORT_CARRIER = "\0steps"
+"""Request id of the output that carries a `BatchReport` to the gateway (`kv_transfer_params`); no real id begins with a zero."""
+REPORT_KEY = "dynaserve_steps"
+
 _UNPROFILED_PREFILL_TOKENS = 128
 """Of the first steps beside decodes: enough to learn from, and short on any machine that serves language models."""
 _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
 _SPARE_TOKENS = 1
 """A request whose KV came from elsewhere starts with a decode that vLLM takes from the same budget (VLLM_FACTS 2.4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step between its scheduling and its update."""
+
+    output: SchedulerOutput
+    shape: BatchShape
+    plan: StepPlan
+    predicted_ms: float | None
+    scheduled_s: float
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What is ready to run. decode_tokens: of all decodes, with those that speculation adds. due_s: of the first of them."""
+
+    decodes: int
+    context_tokens: int
+    decode_tokens: int
+    due_s: float
+    prefills: list[Request]
 
 
 class SloScheduler(Scheduler):
@@ -49,10 +82,12 @@ class SloScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = PluginOptions.from_config(self.vllm_config)
-        self._tbt_slo_s = options.tbt_slo_ms / 1e3
+        self._slo = TokenSlo(options.tbt_slo_ms / 1e3, None if options.ttft_slo_ms is None else options.ttft_slo_ms / 1e3)
         self._most_scheduled_tokens = self.max_num_scheduled_tokens
         self._most_active_requests = self.max_num_active_reqs
+        self._speculates = self.vllm_config.speculative_config is not None
         self._keeper = ProfileKeeper(Path(options.profile), profile_key(self.vllm_config)) if options.profile else None
+        self._log = StepLog(Path(options.step_log)) if options.step_log else None
         self.planner = StepPlanner(
             self._keeper.profile if self._keeper else LiveProfile(),
             self._most_scheduled_tokens,
@@ -60,74 +95,139 @@ class SloScheduler(Scheduler):
             min(self._most_scheduled_tokens, _UNPROFILED_PREFILL_TOKENS),
         )
         self.clock: Callable[[], float] = time.monotonic
-        self._last_token_s: dict[str, float] = {}
-        self._under_way: deque[tuple[int, BatchShape, float]] = deque()
+        self.deadlines = TokenDeadlines()
+        self._ended: list[str] = []
+        self._reporter = StepReporter()
+        self._under_way: deque[_UnderWay] = deque()
         self._last_update_s = 0.0
 
     def add_request(self, request: Request) -> None:
-        slo_ms = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(TBT_ARG)
-        if slo_ms is not None and not is_slo_ms(slo_ms):  # a front-end answers 400; here it is too late for that
-            logger.warning(
-                "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds", request.request_id, TBT_ARG, slo_ms
-            )
+        self._forget_ended()
+        self.deadlines.arrive(request.request_id, self._slo_of(request), self.clock())
         super().add_request(request)
+
+    def _slo_of(self, request: Request) -> TokenSlo:
+        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
+        own_s: dict[str, float] = {}
+        for name in (TBT_ARG, TTFT_ARG):
+            slo_ms = extra_args.get(name)
+            if is_slo_ms(slo_ms):
+                own_s[name] = slo_ms / 1e3
+            elif slo_ms is not None:  # a front-end answers 400; here it is too late for that
+                logger.warning(
+                    "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds", request.request_id, name, slo_ms
+                )
+        return TokenSlo(own_s.get(TBT_ARG, self._slo.tbt_s), own_s.get(TTFT_ARG, self._slo.ttft_s)) if own_s else self._slo
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.prepare_step(self.clock())
+        plan = self.prepare_step(self.clock())
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
-            self._under_way.append((id(output), self._shape_of(output), self.clock()))
+            shape = self._shape_of(output)
+            table = self.planner.profile.table
+            predicted_ms = None if table is None else table.step_ms(shape)
+            self._under_way.append(_UnderWay(output, shape, plan, predicted_ms, self.clock()))
         return output
 
-    def prepare_step(self, now_s: float) -> None:
+    def prepare_step(self, now_s: float) -> StepPlan:
         """Sets what vLLM's scheduler may take for the next step."""
-        # Stable, so that each part stays in order of arrival; vLLM preempts from the end.
-        self.running.sort(key=lambda request: (self.tokens_to_compute(request) > 0, request.is_prefill_chunk))
-        active = [request for request in self.running if self.tokens_to_compute(request) > 0]
-        decodes = [request for request in active if not request.is_prefill_chunk]
-        prefills = [request for request in active if request.is_prefill_chunk]
+        self._forget_ended()
+        batch = self._running_batch(now_s)
+        for request in self.kv_holding_waiting:
+            self._look_at_arriving(request, batch, now_s)
         waiting = list(islice(self.waiting, _MOST_WAITING))
-        admitted = self._admissible(decodes, prefills, waiting)
-        plan = self.planner.plan(
-            [RunningDecode(request.num_computed_tokens, self._due_s(request, now_s)) for request in decodes],
-            [
-                PrefillWork(tokens, r.num_computed_tokens)
-                for r in [*prefills, *waiting[:admitted]]
-                if (tokens := self.tokens_to_compute(r)) > 0
-            ],
-            now_s,
-        )
-        decode_tokens = sum(self.tokens_to_compute(request) for request in decodes)
-        self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, decode_tokens + plan.prefill_tokens + _SPARE_TOKENS))
+        admitted = self._admissible(batch, waiting)
+        decodes = RunningDecodes(batch.decodes, batch.context_tokens, batch.due_s)
+        plan = self.planner.plan(decodes, self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
+        tokens = batch.decode_tokens + plan.prefill_tokens + _SPARE_TOKENS
+        self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
         self.max_num_active_reqs = min(self._most_active_requests, room) if admitted < len(waiting) else self._most_active_requests
+        return plan
+
+    def parked_requests(self) -> Collection[str]:
+        """Ids of running requests that have nothing to compute."""
+        return ()
 
     def tokens_to_compute(self, request: Request) -> int:
-        """Until the request samples its next token, or stops at its hand-off point (which is 0 for a parked one)."""
+        """Until the request samples its next token, or stops at its hand-off point."""
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
         return int(self._reserve_prefill_lookahead(request, request.num_computed_tokens, tokens))
 
-    def _admissible(self, decodes: list[Request], prefills: list[Request], waiting: list[Request]) -> int:
+    def _running_batch(self, now_s: float) -> _Batch:
+        """Puts the decodes first, each part in order of arrival, as vLLM preempts from the end.
+
+        Looks at every running request before every step: a decode costs it three look-ups and no call.
+        """
+        parked, next_due_s = self.parked_requests(), self.deadlines.next_due_s
+        number = context_tokens = 0
+        due_s, unknown_s = math.inf, now_s + self._slo.tbt_s
+        prefills: list[Request] = []
+        ordered = True
+        for request in self.running:
+            request_id = request.request_id
+            if request_id in parked:
+                continue
+            if request.is_prefill_chunk:
+                prefills.append(request)
+                continue
+            if prefills:
+                ordered = False
+            number += 1
+            context_tokens += request.num_computed_tokens
+            request_due_s = next_due_s.get(request_id, unknown_s)
+            if request_due_s < due_s:
+                due_s = request_due_s
+        if not ordered:
+            self.running.sort(key=lambda request: (request.request_id not in parked, request.is_prefill_chunk))
+        tokens = number
+        if self._speculates:
+            tokens = sum(self.tokens_to_compute(request) for request in self.running if not request.is_prefill_chunk)
+        return _Batch(number, context_tokens, tokens, due_s, prefills)
+
+    def _look_at_arriving(self, request: Request, batch: _Batch, now_s: float) -> None:
+        """A request whose KV comes from elsewhere: its clock runs since its tokens are known, and it runs as soon as its KV is here."""
+        if request.num_output_tokens:
+            self.deadlines.took_over(request.request_id, now_s)
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in self.finished_recving_kv_req_ids:
+            return
+        if request.num_tokens - request.num_computed_tokens > 1:
+            batch.prefills.append(request)
+            return
+        batch.decodes += 1
+        batch.decode_tokens += 1
+        batch.context_tokens += request.num_computed_tokens
+        batch.due_s = min(batch.due_s, self.deadlines.next_due_s.get(request.request_id, math.inf))
+
+    def _work_of(self, requests: Sequence[Request]) -> list[PrefillWork]:
+        """No more than fits into any step."""
+        works: list[PrefillWork] = []
+        tokens = 0
+        for request in requests:
+            if tokens >= self._most_scheduled_tokens:
+                break
+            if (own := self.tokens_to_compute(request)) > 0:
+                works.append(PrefillWork(own, request.num_computed_tokens))
+                tokens += own
+        return works
+
+    def _admissible(self, batch: _Batch, waiting: list[Request]) -> int:
         """How many of the waiting prompts may begin: each becomes a decode, and those alone must fit into the SLO."""
-        ahead = [*decodes, *prefills]
-        contexts = [request.num_tokens for request in ahead]
-        slo_s = min((self._slo_s(request) for request in ahead), default=float("inf"))
-        for admitted, request in enumerate(waiting):
-            slo_s = min(slo_s, self._slo_s(request))
-            if not self.planner.admits(contexts, request.num_tokens, 1e3 * slo_s):
-                return admitted
-            contexts.append(request.num_tokens)
-        return len(waiting)
+        if not waiting:
+            return 0
+        number = batch.decodes + len(batch.prefills)
+        context_tokens = batch.context_tokens + sum(request.num_tokens for request in batch.prefills)
+        slo_s = self.deadlines.tightest_tbt_s(request.request_id for request in self.running)
+        # Of the first k waiting ones together; both only get worse with k.
+        contexts = list(accumulate((request.num_tokens for request in waiting), initial=context_tokens))
+        tightest_s = list(accumulate((self.deadlines.slo(request.request_id).tbt_s for request in waiting), min, initial=slo_s))
 
-    def _slo_s(self, request: Request) -> float:
-        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
-        slo_ms = extra_args.get(TBT_ARG)
-        return slo_ms / 1e3 if is_slo_ms(slo_ms) else self._tbt_slo_s
+        def refused(index: int) -> bool:
+            return not self.planner.admits(number + index, contexts[index], waiting[index].num_tokens, 1e3 * tightest_s[index + 1])
 
-    def _due_s(self, request: Request, now_s: float) -> float:
-        return self._last_token_s.get(request.request_id, now_s) + self._slo_s(request)
+        return bisect_left(range(len(waiting)), True, key=refused)
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -137,28 +237,49 @@ class SloScheduler(Scheduler):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         for output in outputs.values():
             for answer in output.outputs:
-                if answer.new_token_ids and answer.request_id in self.requests:
-                    self._last_token_s[answer.request_id] = now_s
+                if answer.new_token_ids:
+                    self.deadlines.token(answer.request_id, len(answer.new_token_ids), now_s)
+        self._forget_ended()
+        self._report(outputs, now_s)
         return outputs
 
+    def _report(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
+        steps = self._reporter.take(now_s, resting=not self.requests)
+        if steps is not None:
+            report = msgspec.to_builtins(BatchReport(steps, self.deadlines.take_counts()))
+            carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: report})
+            outputs.setdefault(0, EngineCoreOutputs()).outputs.append(carrier)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._last_token_s.pop(request.request_id, None)
+        self._ended.append(request.request_id)  # its last tokens may still have to be counted
         return super()._free_request(request, *args, **kwargs)
+
+    def _forget_ended(self) -> None:
+        for request_id in self._ended:
+            self.deadlines.forget(request_id)
+        self._ended.clear()
 
     def shutdown(self) -> None:
         if self._keeper is not None:
             self._keeper.close()
+        if self._log is not None:
+            self._log.close()
         super().shutdown()
 
     def _measure(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
         """A step lasts from the end of its scheduling, or of the step before it when several are under way, to its update."""
-        if not self._under_way or self._under_way[0][0] != id(scheduler_output):
+        if not self._under_way or self._under_way[0].output is not scheduler_output:
             return
-        _, shape, scheduled_s = self._under_way.popleft()
-        took_ms = 1e3 * (now_s - max(scheduled_s, self._last_update_s))
+        step = self._under_way.popleft()
+        took_ms = 1e3 * (now_s - max(step.scheduled_s, self._last_update_s))
         self._last_update_s = now_s
-        if took_ms > 0:
-            self.planner.profile.observe(shape, took_ms)
+        if took_ms <= 0:
+            return
+        self.planner.profile.observe(step.shape, took_ms)
+        report = _report_of(step, took_ms, now_s)
+        self._reporter.add(report)
+        if self._log is not None:
+            self._log.add(report)
         if self._keeper is not None:
             self._keeper.save_now_and_then(now_s)
 
@@ -178,3 +299,16 @@ class SloScheduler(Scheduler):
         """(tokens, tokens before them) of each request in the step; vLLM has counted them as computed already."""
         for request_id, tokens in output.num_scheduled_tokens.items():
             yield tokens, self.requests[request_id].num_computed_tokens - tokens
+
+
+def _report_of(step: _UnderWay, took_ms: float, now_s: float) -> StepReport:
+    shape, plan = step.shape, step.plan
+    return StepReport(
+        at_s=now_s,
+        measured=MeasuredStep(shape.prefill_tokens, shape.prefill_pairs, shape.decodes, shape.decode_context_tokens, took_ms),
+        predicted_ms=step.predicted_ms,
+        limit_ms=None if math.isinf(plan.limit_ms) else plan.limit_ms,
+        budget_tokens=plan.prefill_tokens,
+        reason=UNPROFILED if plan.reason is None else plan.reason.name,
+        late=plan.late,
+    )

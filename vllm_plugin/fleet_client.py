@@ -59,7 +59,7 @@ from dynaserve.request_flow import (
     Tokens,
     new_flow,
 )
-from vllm_plugin.requests import SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, CutRequest, is_slo_ms, why_whole
+from vllm_plugin.requests import SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, TTFT_ARG, CutRequest, is_slo_ms, why_whole
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -144,9 +144,10 @@ class FleetClient:
         offered = next(iter(self.instances.values())).description.workers[0].endpoint.transports
         if wanted is not None and not (isinstance(wanted, str) and wanted in offered):
             raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
-        tbt_ms = extra_args.get(TBT_ARG)
-        if tbt_ms is not None and not is_slo_ms(tbt_ms):
-            raise BadRequest(f"{TBT_ARG} is {tbt_ms!r}, not a number of milliseconds above 0")
+        for name in (TBT_ARG, TTFT_ARG):
+            slo_ms = extra_args.get(name)
+            if slo_ms is not None and not is_slo_ms(slo_ms):
+                raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         cut = CutRequest.of(request)

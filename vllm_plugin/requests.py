@@ -16,6 +16,8 @@ TRANSPORT_ARG = "dynaserve_transport"
 
 TBT_ARG = "dynaserve_tbt_ms"
 """`vllm_xargs` key: the TBT SLO of this request, instead of the instance's."""
+TTFT_ARG = "dynaserve_ttft_ms"
+"""`vllm_xargs` key: the TTFT SLO of this request, instead of the instance's."""
 
 
 def is_slo_ms(value: object) -> TypeGuard[float]:

@@ -25,6 +25,8 @@ from vllm_plugin.micro_requests import EXTRA_ARG, MicroRequest, MicroRequests, R
 from vllm_plugin.options import PluginOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -209,6 +211,10 @@ class CutScheduler(Scheduler):
             if micro := self.micro.by_id.get(request_id):
                 micro.computed_tokens += tokens
         return output
+
+    def parked_requests(self) -> Collection[str]:
+        """For the local scheduler (`batching.SloScheduler`): alphas at their hand-off point."""
+        return {request_id for request_id, micro in self.micro.by_id.items() if micro.parked and not micro.ended}
 
     def _promote_betas(self) -> None:
         """Resumes betas whose KV and tokens are here, even while no slot is free to run them.
