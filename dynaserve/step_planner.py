@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.live_profile import LiveProfile
 from dynaserve.step_latency import BatchLimits, BatchShape, BudgetReason, PrefillBudget, PrefillWork, choose_budget, leaves_room_for_decode
-
-QUANTILE_SIGMAS = 2.33
-"""One step in a hundred is longer than the prediction by more than this many standard deviations of its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,15 @@ class StepPlanner:
     max_tokens: int
     min_prefill_tokens: int
     unprofiled_prefill_tokens: int
+    margin: DeadlineMargin = field(default_factory=DeadlineMargin)
+
+    def observe(self, shape: BatchShape, predicted_ms: float | None, measured_ms: float) -> None:
+        """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
+        table = self.profile.table
+        # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
+        if table is not None and predicted_ms is not None and shape.decodes and shape.prefill_tokens:
+            self.margin.observe(predicted_ms, measured_ms, table.sigma)
+        self.profile.observe(shape, measured_ms)
 
     def plan(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:
         """waiting: in the order in which they are computed."""
@@ -58,7 +65,7 @@ class StepPlanner:
             return self._unprofiled(decodes, waiting)
         limit_ms = math.inf
         if decodes.number:
-            limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * math.exp(-QUANTILE_SIGMAS * table.sigma)
+            limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * self.margin.share(table.sigma)
         shape = BatchShape(decodes=decodes.number, decode_context_tokens=decodes.context_tokens)
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self.max_tokens, min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, shape, waiting, limits)
@@ -74,7 +81,7 @@ class StepPlanner:
         if table is None or not decodes:
             return True
         shape = BatchShape(decodes=decodes, decode_context_tokens=context_tokens)
-        return leaves_room_for_decode(table, shape, one_more_context, slo_ms * math.exp(-QUANTILE_SIGMAS * table.sigma))
+        return leaves_room_for_decode(table, shape, one_more_context, slo_ms * self.margin.share(table.sigma))
 
     def _unprofiled(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork]) -> StepPlan:
         most = self.unprofiled_prefill_tokens if decodes.number else self.max_tokens

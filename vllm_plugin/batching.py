@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -47,8 +48,10 @@ _UNPROFILED_PREFILL_TOKENS = 128
 """Of the first steps beside decodes: enough to learn from, and short on any machine that serves language models."""
 _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
+_PATIENCE_S = 10.0
+"""A prompt without a TTFT SLO begins as if its first token were due so long after it came: others overtake it for so long at most."""
 _SPARE_TOKENS = 1
-"""A request whose KV came from elsewhere starts with a decode that vLLM takes from the same budget (VLLM_FACTS 2.4)."""
+"""While requests wait for KV from elsewhere: they are looked at only if there is budget left (VLLM_FACTS 2.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +100,17 @@ class SloScheduler(Scheduler):
         self.clock: Callable[[], float] = time.monotonic
         self.deadlines = TokenDeadlines()
         self._ended: list[str] = []
+        self._own_ttft: set[str] = set()
         self._reporter = StepReporter()
         self._under_way: deque[_UnderWay] = deque()
         self._last_update_s = 0.0
 
     def add_request(self, request: Request) -> None:
         self._forget_ended()
-        self.deadlines.arrive(request.request_id, self._slo_of(request), self.clock())
+        slo = self._slo_of(request)
+        self.deadlines.arrive(request.request_id, slo, self.clock())
+        if slo.ttft_s != self._slo.ttft_s:
+            self._own_ttft.add(request.request_id)
         super().add_request(request)
 
     def _slo_of(self, request: Request) -> TokenSlo:
@@ -134,14 +141,17 @@ class SloScheduler(Scheduler):
     def prepare_step(self, now_s: float) -> StepPlan:
         """Sets what vLLM's scheduler may take for the next step."""
         self._forget_ended()
+        self._put_urgent_first()
         batch = self._running_batch(now_s)
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
         waiting = list(islice(self.waiting, _MOST_WAITING))
         admitted = self._admissible(batch, waiting)
+        if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
+            admitted = 1  # whatever becomes of the decodes: it may not wait for ever
         decodes = RunningDecodes(batch.decodes, batch.context_tokens, batch.due_s)
         plan = self.planner.plan(decodes, self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
-        tokens = batch.decode_tokens + plan.prefill_tokens + _SPARE_TOKENS
+        tokens = batch.decode_tokens + plan.prefill_tokens + (_SPARE_TOKENS if self.kv_holding_waiting else 0)
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
         self.max_num_active_reqs = min(self._most_active_requests, room) if admitted < len(waiting) else self._most_active_requests
@@ -155,6 +165,20 @@ class SloScheduler(Scheduler):
         """Until the request samples its next token, or stops at its hand-off point."""
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
         return int(self._reserve_prefill_lookahead(request, request.num_computed_tokens, tokens))
+
+    def _put_urgent_first(self) -> None:
+        """Orders the waiting prompts by when their first tokens are due, which for requests of one SLO is the order of arrival."""
+        self._own_ttft &= self.deadlines.first_due_s.keys()
+        if self._own_ttft and self.policy == SchedulingPolicy.FCFS:
+            preempted_first = sorted(
+                self.waiting,
+                key=lambda request: (
+                    request.status != RequestStatus.PREEMPTED,
+                    self.deadlines.first_token_due_s(request.request_id, _PATIENCE_S),
+                ),
+            )
+            self.waiting.clear()
+            self.waiting.extend(preempted_first)
 
     def _running_batch(self, now_s: float) -> _Batch:
         """Puts the decodes first, each part in order of arrival, as vLLM preempts from the end.
@@ -275,7 +299,7 @@ class SloScheduler(Scheduler):
         self._last_update_s = now_s
         if took_ms <= 0:
             return
-        self.planner.profile.observe(step.shape, took_ms)
+        self.planner.observe(step.shape, step.predicted_ms, took_ms)
         report = _report_of(step, took_ms, now_s)
         self._reporter.add(report)
         if self._log is not None:
