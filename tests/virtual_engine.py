@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -18,13 +19,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dynaserve.step_latency import Roofline
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.options import PLUGIN, PluginOptions
+from vllm_plugin.scheduler import CutScheduler
 
 BLOCK = 32
 MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
@@ -54,7 +56,7 @@ class Engine:
     """Runs the scheduler's batches on the virtual machine.
 
     pipelined: as vLLM does with asynchronous scheduling, the next batch is formed while one runs. draft_tokens: that each decode
-    speculates, all of which are accepted. folder: gets the model's config.
+    speculates, all of which are accepted. cuts: the instance of a fleet, without workers. folder: gets the model's config.
     """
 
     def __init__(
@@ -65,12 +67,17 @@ class Engine:
         *,
         pipelined: bool = False,
         draft_tokens: int = 0,
+        cuts: bool = False,
         **engine_args: Any,
     ) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
         if draft_tokens:
             ngram = {"method": "ngram", "num_speculative_tokens": draft_tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
             engine_args["speculative_config"] = ngram
+        if cuts:
+            engine_args["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="DynaServeConnector", kv_connector_module_path="vllm_plugin.connector", kv_role="kv_both"
+            )
         args = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -85,7 +92,8 @@ class Engine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
         base = AsyncScheduler if pipelined else Scheduler
         self.blocks, self.pipelined, self.draft_tokens = blocks, pipelined, draft_tokens
-        self.scheduler: Any = type("SchedulerUnderTest", (SloScheduler, base), {})(
+        mixins = (CutScheduler, SloScheduler) if cuts else (SloScheduler,)
+        self.scheduler: Any = type("SchedulerUnderTest", (*mixins, base), {})(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]),
             structured_output_manager=StructuredOutputManager(config),
@@ -102,10 +110,12 @@ class Engine:
         self.order: list[str] = []
         self.carriers: list[Any] = []
         self.steps_ms: list[float] = []
+        self.arrived: set[str] = set()
+        """Betas whose KV is here; told with the next step."""
         self._under_way: deque[_UnderWay] = deque()
 
     def add(self, name: str, prompt_tokens: int, output_tokens: int, *, like: str | None = None, priority: int = 0, **extra: Any) -> None:
-        """like: the name of a request whose prompt this one shares as far as it goes."""
+        """like: the name of a request whose prompt this one shares as far as it goes. extra: its extra arguments."""
         params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, extra_args=extra or None)
         params.update_from_generation_config({}, 2)
         salt = sum(map(ord, like or name))
@@ -115,7 +125,7 @@ class Engine:
     def step(self) -> dict[str, int]:
         """Schedules a batch and ends the oldest that runs; the tokens of each request in the one that was scheduled."""
         scheduler = self.scheduler
-        decodes = {r.request_id for r in scheduler.running if not r.is_prefill_chunk and self._has_more(r)}
+        decodes = {r.request_id for r in scheduler.running if self._decodes(r)}
         output = scheduler.schedule()
         scheduled = dict(output.num_scheduled_tokens)
         kept = {r.request_id for r in scheduler.running}
@@ -126,8 +136,9 @@ class Engine:
             self._end(self._under_way.popleft())
         return scheduled
 
-    def _has_more(self, request: Request) -> bool:
-        return bool(request.num_output_tokens + request.num_output_placeholders < request.max_tokens)
+    def _decodes(self, request: Request) -> bool:
+        done = request.num_output_tokens + request.num_output_placeholders >= request.max_tokens
+        return not (done or request.is_prefill_chunk or request.request_id in self.scheduler.parked_requests())
 
     def _start(self, output: SchedulerOutput, scheduled: dict[str, int]) -> None:
         scheduler = self.scheduler
@@ -146,7 +157,9 @@ class Engine:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
+            kv_connector_output=KVConnectorOutput(finished_recving=self.arrived) if self.arrived else None,
         )
+        self.arrived = set()
         self._under_way.append(_UnderWay(output, scheduled, answer, starts_s + took_ms / 1e3))
 
     def _end(self, step: _UnderWay) -> None:

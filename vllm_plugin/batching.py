@@ -50,8 +50,6 @@ _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
 _PATIENCE_S = 10.0
 """A prompt without a TTFT SLO begins as if its first token were due so long after it came: others overtake it for so long at most."""
-_SPARE_TOKENS = 1
-"""While requests wait for KV from elsewhere: they are looked at only if there is budget left (VLLM_FACTS 2.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ class SloScheduler(Scheduler):
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
         decodes = RunningDecodes(batch.decodes, batch.context_tokens, batch.due_s)
         plan = self.planner.plan(decodes, self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
-        tokens = batch.decode_tokens + plan.prefill_tokens + (_SPARE_TOKENS if self.kv_holding_waiting else 0)
+        tokens = batch.decode_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
         self.max_num_active_reqs = min(self._most_active_requests, room) if admitted < len(waiting) else self._most_active_requests
@@ -259,13 +257,16 @@ class SloScheduler(Scheduler):
         now_s = self.clock()
         self._measure(scheduler_output, now_s)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        self._count_tokens(outputs, now_s)
+        self._forget_ended()
+        self._report(outputs, now_s)
+        return outputs
+
+    def _count_tokens(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
         for output in outputs.values():
             for answer in output.outputs:
                 if answer.new_token_ids:
                     self.deadlines.token(answer.request_id, len(answer.new_token_ids), now_s)
-        self._forget_ended()
-        self._report(outputs, now_s)
-        return outputs
 
     def _report(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
         steps = self._reporter.take(now_s, resting=not self.requests)
