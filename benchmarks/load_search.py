@@ -31,6 +31,6 @@ def next_rate(tried: Mapping[float, float], low: float, high: float, first: floa
 
 
 def best_rate(tried: Mapping[float, float], low: float, high: float) -> float:
-    """The tried rate whose attainment is nearest to the middle of [low, high]."""
+    """The tried rate whose attainment is nearest to the middle of [low, high]; of equals the highest."""
     middle = (low + high) / 2
-    return min(tried, key=lambda rate: abs(tried[rate] - middle))
+    return min(tried, key=lambda rate: (round(abs(tried[rate] - middle), 2), -rate))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import random
 import shlex
 import sys
 import time
@@ -85,7 +86,7 @@ def run(options: SweepOptions, engine: Engine, console: Console, command: str) -
         task = progress.add_task("measuring", total=len(points), completed=len(points) - len(missing))
         _measure(missing, engine, done, lambda point: progress.update(task, advance=1, description=_words(point)))
     provenance = f"{command}; {platform.node()}; {time.strftime('%Y-%m-%d', time.gmtime())}"
-    latency_profile.save(options.output, table_of(done.records), engine.key, provenance)
+    latency_profile.save(options.output, table_of(done.records, random.Random(1)), engine.key, provenance)
     console.print(f"{options.output}: {len(done.records)} kinds of steps of {engine.key.model} on {engine.key.device}", soft_wrap=True)
     if options.picture is not None:
         picture.draw(options.picture, done.records, options.slo_ms, f"{engine.key.model} on {engine.key.device}")

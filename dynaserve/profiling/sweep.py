@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import MeasuredStep
 from dynaserve.step_latency import BatchShape, ProfileTable, StepSample, fit_roofline
+
+_PASSES = 3
+"""Over all samples: the error of a table that has hardly seen any says nothing about the one that is saved."""
 
 
 class Point(NamedTuple):
@@ -95,13 +99,23 @@ class PointFile:
             raise ConfigError(f"{self._path}: measured on {header.key}, not {key}; name another --output")
 
 
-def table_of(records: Iterable[PointRecord]) -> ProfileTable:
-    """Raises ValueError without records."""
-    samples = [StepSample(shape_of(step), step.measured_ms) for record in records for step in record.steps]
+def table_of(records: Iterable[PointRecord], rng: random.Random) -> ProfileTable:
+    """Learns from the median of each point. Raises ValueError without records.
+
+    rng: of the order of the points: neighbours, one after the other, would pass for a drift of the machine.
+    """
+    samples = [_median(record.steps) for record in records]
     table = ProfileTable(fit_roofline(samples))
-    for sample in samples:
-        table.observe(sample.shape, sample.measured_ms)
+    for _ in range(_PASSES):
+        rng.shuffle(samples)
+        for sample in samples:
+            table.observe(sample.shape, sample.measured_ms)
     return table
+
+
+def _median(steps: Sequence[MeasuredStep]) -> StepSample:
+    step = sorted(steps, key=lambda step: step.measured_ms)[len(steps) // 2]
+    return StepSample(shape_of(step), step.measured_ms)
 
 
 def shape_of(step: MeasuredStep) -> BatchShape:
