@@ -134,6 +134,7 @@ def run(bench: Bench, form: Form, args: argparse.Namespace) -> None:
             os.sched_setaffinity(0, set(cores))
     for part, runs in table.items():
         _print_part(f"{part:.0%} of the load, {part * rate:.3g} requests/s, median of {form.repetitions}", runs)
+    _print_best(table, rate)
     _print_prediction(bench.log, measured_s, disturbed)
     raw = {f"{part * rate:.4g}": {name: [asdict(one) for one in runs] for name, runs in by_name.items()} for part, by_name in table.items()}
     (bench.folder / "results.json").write_text(json.dumps({"machine": machine(), "load_per_s": rate, "runs": raw}, indent=1))
@@ -157,6 +158,26 @@ def _print_part(title: str, by_name: Mapping[str, Sequence[Run]]) -> None:
         f"  {OURS} / {STOCK}: TTFT P50 {ours.ttft_p50_ms / stock.ttft_p50_ms:.2f}, P99 {ours.ttft_p99_ms / stock.ttft_p99_ms:.2f},"
         f" tokens/s {ours.output_tokens_per_s / stock.output_tokens_per_s:.3f}"
     )
+
+
+def _misses(stock: Run, ours: Run) -> list[str]:
+    """Which of the goals are missed at a load."""
+    goals = {
+        "all requests finish": ours.finished == ours.requests,
+        "99 % of tokens within the SLO": ours.attainment >= 0.99,
+        "TTFT P50 at most 1.5x": ours.ttft_p50_ms <= 1.5 * stock.ttft_p50_ms,
+        "TTFT P99 at most 1.5x": ours.ttft_p99_ms <= 1.5 * stock.ttft_p99_ms,
+        "tokens/s within 5 %": ours.output_tokens_per_s >= 0.95 * stock.output_tokens_per_s,
+    }
+    return [goal for goal, met in goals.items() if not met]
+
+
+def _print_best(table: Mapping[float, Mapping[str, Sequence[Run]]], rate: float) -> None:
+    medians = {part: (_median(runs[STOCK]), _median(runs[OURS])) for part, runs in table.items()}
+    print("\ngoals of the comparison")
+    for part, (stock, ours) in medians.items():
+        missed = ", ".join(_misses(stock, ours)) or "none"
+        print(f"  at {part * rate:.3g} requests/s, where stock keeps {stock.attainment:.1%}: missed: {missed}")
 
 
 def _median(runs: Sequence[Run]) -> Run:
