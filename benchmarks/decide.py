@@ -52,15 +52,17 @@ def _engine(folder: Path, running: int, waiting: int, steps: int) -> Engine:
 
 
 class _Times:
-    """Wraps the scheduler's own methods."""
+    """Wraps methods of the scheduler and of its accounts."""
 
     def __init__(self, scheduler: Any) -> None:
         self._taken: dict[str, list[float]] = {}
-        for name in ("prepare_step", "schedule", "update_from_output", "_shape_of", "_measure", "_count_tokens", "_report"):
+        for name in ("prepare_step", "schedule", "update_from_output"):
             self._wrap(scheduler, name)
+        for name in ("begin", "end", "count_tokens", "take_report"):
+            self._wrap(scheduler.accounts, name)
 
-    def _wrap(self, scheduler: Any, name: str) -> None:
-        method, taken = getattr(scheduler, name), self._taken.setdefault(name, [])
+    def _wrap(self, owner: Any, name: str) -> None:
+        method, taken = getattr(owner, name), self._taken.setdefault(name, [])
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
@@ -69,17 +71,14 @@ class _Times:
             finally:
                 taken.append(1e6 * (time.perf_counter() - began))
 
-        setattr(scheduler, name, timed)
+        setattr(owner, name, timed)
 
     def medians(self) -> dict[str, float]:
         us = {name: median(taken) for name, taken in self._taken.items()}
-        accounting = us["_shape_of"] + us["_measure"] + us["_count_tokens"] + us["_report"]
         return {
             "deciding (prepare_step)": us["prepare_step"],
-            "accounting": accounting,
-            "  of it: shape of the batch": us["_shape_of"],
-            "  of it: the table and the report": us["_measure"] + us["_report"],
-            "  of it: deadlines of the tokens": us["_count_tokens"],
+            "accounting: the table and the report": us["begin"] + us["end"] + us["take_report"],
+            "accounting: deadlines of the tokens": us["count_tokens"],
             "schedule and update, all of it": us["schedule"] + us["update_from_output"],
         }
 

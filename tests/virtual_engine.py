@@ -27,6 +27,7 @@ from dynaserve.step_latency import Roofline
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.options import PLUGIN, PluginOptions
 from vllm_plugin.scheduler import CutScheduler
+from vllm_plugin.step_accounts import shape_of
 
 BLOCK = 32
 MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
@@ -142,7 +143,7 @@ class Engine:
 
     def _start(self, output: SchedulerOutput, scheduled: dict[str, int]) -> None:
         scheduler = self.scheduler
-        took_ms = MACHINE.step_ms(scheduler._shape_of(output)) * self.slowness if scheduled else 1.0
+        took_ms = MACHINE.step_ms(shape_of(output, scheduler.requests)) * self.slowness if scheduled else 1.0
         self.steps_ms.append(took_ms)
         starts_s = max([self.now_s, *(step.ends_s for step in self._under_way)])
         ids = list(scheduled)
@@ -201,5 +202,5 @@ class Engine:
         assert not self.scheduler.requests
         assert not self.scheduler.deadlines.next_due_s
         assert not self.scheduler.deadlines.first_due_s
-        assert not self.scheduler._under_way
+        assert not self.scheduler.accounts.steps_under_way
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.blocks - 1

@@ -10,11 +10,9 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,16 +21,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from dynaserve.live_profile import LiveProfile
-from dynaserve.messages import MeasuredStep
-from dynaserve.profile_keeper import ProfileKeeper
-from dynaserve.step_latency import BatchShape, PrefillWork, prefill_pairs
-from dynaserve.step_planner import RunningDecodes, StepPlan, StepPlanner
-from dynaserve.step_report import UNPROFILED, BatchReport, StepLog, StepReport, StepReporter
-from dynaserve.token_deadlines import TokenDeadlines, TokenSlo
-from vllm_plugin.device import profile_key
+from dynaserve.step_latency import PrefillWork
+from dynaserve.step_planner import RunningDecodes, StepPlan
+from dynaserve.token_deadlines import TokenSlo
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.requests import TBT_ARG, TTFT_ARG, is_slo_ms
+from vllm_plugin.step_accounts import StepAccounts, shape_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,23 +38,10 @@ REPORT_CARRIER = "\0steps"
 """Request id of the output that carries a `BatchReport` to the gateway (`kv_transfer_params`); no real id begins with a zero."""
 REPORT_KEY = "dynaserve_steps"
 
-_UNPROFILED_PREFILL_TOKENS = 128
-"""Of the first steps beside decodes: enough to learn from, and short on any machine that serves language models."""
 _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
 _PATIENCE_S = 10.0
 """A prompt without a TTFT SLO begins as if its first token were due so long after it came: others overtake it for so long at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A step between its scheduling and its update."""
-
-    output: SchedulerOutput
-    shape: BatchShape
-    plan: StepPlan
-    predicted_ms: float | None
-    scheduled_s: float
 
 
 @dataclass(slots=True)
@@ -87,21 +68,11 @@ class SloScheduler(Scheduler):
         self._most_scheduled_tokens = self.max_num_scheduled_tokens
         self._most_active_requests = self.max_num_active_reqs
         self._speculates = self.vllm_config.speculative_config is not None
-        self._keeper = ProfileKeeper(Path(options.profile), profile_key(self.vllm_config)) if options.profile else None
-        self._log = StepLog(Path(options.step_log)) if options.step_log else None
-        self.planner = StepPlanner(
-            self._keeper.profile if self._keeper else LiveProfile(),
-            self._most_scheduled_tokens,
-            options.min_prefill_tokens,
-            min(self._most_scheduled_tokens, _UNPROFILED_PREFILL_TOKENS),
-        )
+        self.accounts = StepAccounts.of(self.vllm_config, options, self._most_scheduled_tokens)
+        self.deadlines = self.accounts.deadlines
         self.clock: Callable[[], float] = time.monotonic
-        self.deadlines = TokenDeadlines()
         self._ended: list[str] = []
         self._own_ttft: set[str] = set()
-        self._reporter = StepReporter()
-        self._under_way: deque[_UnderWay] = deque()
-        self._last_update_s = 0.0
 
     def add_request(self, request: Request) -> None:
         self._forget_ended()
@@ -130,10 +101,7 @@ class SloScheduler(Scheduler):
         plan = self.prepare_step(self.clock())
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
-            shape = self._shape_of(output)
-            table = self.planner.profile.table
-            predicted_ms = None if table is None else table.step_ms(shape)
-            self._under_way.append(_UnderWay(output, shape, plan, predicted_ms, self.clock()))
+            self.accounts.begin(output, shape_of(output, self.requests), plan, self.clock())
         return output
 
     def prepare_step(self, now_s: float) -> StepPlan:
@@ -148,7 +116,7 @@ class SloScheduler(Scheduler):
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
         decodes = RunningDecodes(batch.decodes, batch.context_tokens, batch.due_s)
-        plan = self.planner.plan(decodes, self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
+        plan = self.accounts.planner.plan(decodes, self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
         tokens = batch.decode_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
@@ -247,7 +215,7 @@ class SloScheduler(Scheduler):
         tightest_s = list(accumulate((self.deadlines.slo(request.request_id).tbt_s for request in waiting), min, initial=slo_s))
 
         def refused(index: int) -> bool:
-            return not self.planner.admits(number + index, contexts[index], waiting[index].num_tokens, 1e3 * tightest_s[index + 1])
+            return not self.accounts.planner.admits(number + index, contexts[index], waiting[index].num_tokens, 1e3 * tightest_s[index + 1])
 
         return bisect_left(range(len(waiting)), True, key=refused)
 
@@ -255,25 +223,15 @@ class SloScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         now_s = self.clock()
-        self._measure(scheduler_output, now_s)
+        self.accounts.end(scheduler_output, now_s)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        self._count_tokens(outputs, now_s)
+        self.accounts.count_tokens(outputs.values(), now_s)
         self._forget_ended()
-        self._report(outputs, now_s)
-        return outputs
-
-    def _count_tokens(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
-        for output in outputs.values():
-            for answer in output.outputs:
-                if answer.new_token_ids:
-                    self.deadlines.token(answer.request_id, len(answer.new_token_ids), now_s)
-
-    def _report(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
-        steps = self._reporter.take(now_s, resting=not self.requests)
-        if steps is not None:
-            report = msgspec.to_builtins(BatchReport(steps, self.deadlines.take_counts()))
-            carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: report})
+        report = self.accounts.take_report(now_s, resting=not self.requests)
+        if report is not None:
+            carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
             outputs.setdefault(0, EngineCoreOutputs()).outputs.append(carrier)
+        return outputs
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._ended.append(request.request_id)  # its last tokens may still have to be counted
@@ -285,55 +243,5 @@ class SloScheduler(Scheduler):
         self._ended.clear()
 
     def shutdown(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
-        if self._log is not None:
-            self._log.close()
+        self.accounts.close()
         super().shutdown()
-
-    def _measure(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
-        """A step lasts from the end of its scheduling, or of the step before it when several are under way, to its update."""
-        if not self._under_way or self._under_way[0].output is not scheduler_output:
-            return
-        step = self._under_way.popleft()
-        took_ms = 1e3 * (now_s - max(step.scheduled_s, self._last_update_s))
-        self._last_update_s = now_s
-        if took_ms <= 0:
-            return
-        self.planner.observe(step.shape, step.predicted_ms, took_ms)
-        report = _report_of(step, took_ms, now_s)
-        self._reporter.add(report)
-        if self._log is not None:
-            self._log.add(report)
-        if self._keeper is not None:
-            self._keeper.save_now_and_then(now_s)
-
-    def _shape_of(self, output: SchedulerOutput) -> BatchShape:
-        """A chunk of one token costs what a decode costs."""
-        prefill_tokens, pairs, decodes, decode_context = 0, 0.0, 0, 0
-        for tokens, context in self._scheduled(output):
-            if tokens == 1:
-                decodes += 1
-                decode_context += context
-            else:
-                prefill_tokens += tokens
-                pairs += prefill_pairs(tokens, context)
-        return BatchShape(prefill_tokens=prefill_tokens, prefill_pairs=pairs, decodes=decodes, decode_context_tokens=decode_context)
-
-    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[int, int]]:
-        """(tokens, tokens before them) of each request in the step; vLLM has counted them as computed already."""
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            yield tokens, self.requests[request_id].num_computed_tokens - tokens
-
-
-def _report_of(step: _UnderWay, took_ms: float, now_s: float) -> StepReport:
-    shape, plan = step.shape, step.plan
-    return StepReport(
-        at_s=now_s,
-        measured=MeasuredStep(shape.prefill_tokens, shape.prefill_pairs, shape.decodes, shape.decode_context_tokens, took_ms),
-        predicted_ms=step.predicted_ms,
-        limit_ms=None if math.isinf(plan.limit_ms) else plan.limit_ms,
-        budget_tokens=plan.prefill_tokens,
-        reason=UNPROFILED if plan.reason is None else plan.reason.name,
-        late=plan.late,
-    )

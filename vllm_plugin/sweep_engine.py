@@ -52,8 +52,8 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     scheduler_class = type("SweepScheduler", (SloScheduler, Scheduler), {})
     scheduler = scheduler_class(vllm_config=vllm_config, **kwargs)
     most = scheduler.max_num_scheduled_tokens
-    scheduler.planner = SweepPlanner(LiveProfile(), most, min_prefill_tokens=0, unprofiled_prefill_tokens=most)
-    scheduler.planner.measured = []
+    scheduler.accounts.planner = SweepPlanner(LiveProfile(), most, min_prefill_tokens=0, unprofiled_prefill_tokens=most)
+    scheduler.accounts.planner.measured = []
     return scheduler
 
 
@@ -88,7 +88,7 @@ class SweepEngine:
         self._core.shutdown()
 
     def _step(self, prefill_tokens: int) -> MeasuredStep:
-        planner = self._scheduler.planner
+        planner = self._scheduler.accounts.planner
         planner.prefill_tokens = prefill_tokens
         if prefill_tokens:
             self._add(prefill_tokens, output_tokens=1)
@@ -104,7 +104,7 @@ class SweepEngine:
         if context != context_tokens or len(names) < decodes:
             self._end(names)
             names = [self._add(context_tokens, output_tokens=SPARE_TOKENS) for _ in range(decodes)]
-            self._scheduler.planner.prefill_tokens = self.limits.step_tokens
+            self._scheduler.accounts.planner.prefill_tokens = self.limits.step_tokens
             while any(self._scheduler.requests[name].num_output_tokens == 0 for name in names):
                 self._core.step_fn()
         self._end(names[decodes:])
