@@ -1,11 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-fast test-cpp check format stubs clean runtime dev
+.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
 
 help:       ## show this list
-	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 demo: runtime ## start a local fleet, cut one request at four places, stop the fleet
 	$(BIN)/python -m dynaserve.local.demo
@@ -41,6 +41,12 @@ format: dev ## format all sources
 
 stubs: dev ## regenerate dynaserve/_core.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m dynaserve._core -o dynaserve/_core.pyi
+
+bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine; QUICK=1 takes ten minutes, ARGS=... more options
+	$(BIN)/python -m benchmarks.batching $(if $(QUICK),--quick) $(ARGS)
+
+bench-decide: dev ## what the local scheduler adds to a step, in microseconds
+	$(BIN)/python -m benchmarks.decide $(ARGS)
 
 clean:      ## delete what was built and installed here; the converted model stays in ~/.cache/dynaserve
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

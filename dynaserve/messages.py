@@ -168,12 +168,23 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 Event = Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended
 
 
+class MeasuredStep(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine step computed (`BatchShape` of `cost_model.h`) and how long it took."""
+
+    prefill_tokens: int
+    prefill_pairs: float
+    decodes: int
+    decode_context_tokens: int
+    measured_ms: float
+
+
 class Load(msgspec.Struct, frozen=True):
-    """How busy an instance is, as its scheduler counts."""
+    """How busy an instance is, as its scheduler counts. steps: measured since the last load that had any; each is told once."""
 
     running_requests: int
     waiting_requests: int
     kv_cache_usage: float
+    steps: list[MeasuredStep] = []
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

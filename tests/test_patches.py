@@ -13,6 +13,7 @@ from dynaserve.errors import ConfigError
 
 pytest.importorskip("vllm")
 from vllm_plugin import patches
+from vllm_plugin.options import PluginOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -67,19 +68,8 @@ def test_the_flag_turns_the_instance_on() -> None:
     state = json.loads(done.stdout.splitlines()[-1])
     assert state["scheduler"] == "vllm_plugin.scheduler.make_scheduler"
     assert state["connector"] == "DynaServeConnector"
-    assert state["additional"] == {
-        "dynaserve": {
-            "host": "127.0.0.1",
-            "port": 7777,
-            "transports": ["mooncake", "torch"],
-            "batching": "vllm",
-            "tbt_slo_ms": 100.0,
-            "min_prefill_tokens": 16,
-            "profile": None,
-            "max_parked": 64,
-            "park_timeout_ms": 10000.0,
-        }
-    }
+    expected = PluginOptions(port=7777, transports=("mooncake", "torch")).to_config()
+    assert state["additional"] == {"dynaserve": json.loads(json.dumps(expected))}
     assert state["outputs_hook"]
     assert state["wrapped"]
 

@@ -62,7 +62,7 @@ from dynaserve.request_flow import (
     new_flow,
 )
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
-from vllm_plugin.requests import CHUNKED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, CutRequest, is_slo_ms, why_whole
+from vllm_plugin.requests import CHUNKED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, TTFT_ARG, CutRequest, is_slo_ms, why_whole
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -152,9 +152,10 @@ class FleetClient:
         chunked = extra_args.get(CHUNKED_ARG, 1)
         if chunked not in (0, 1):
             raise BadRequest(f"{CHUNKED_ARG} is {chunked!r}, not 0 or 1")
-        tbt_ms = extra_args.get(TBT_ARG)
-        if tbt_ms is not None and not is_slo_ms(tbt_ms):
-            raise BadRequest(f"{TBT_ARG} is {tbt_ms!r}, not a number of milliseconds above 0")
+        for name in (TBT_ARG, TTFT_ARG):
+            slo_ms = extra_args.get(name)
+            if slo_ms is not None and not is_slo_ms(slo_ms):
+                raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         cut = CutRequest.of(request)

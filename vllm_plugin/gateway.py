@@ -49,6 +49,9 @@ from dynaserve.messages import (
     Welcome,
 )
 from dynaserve.request_flow import ENGINE_GAVE_UP
+from dynaserve.step_report import BatchReport
+from vllm_plugin import step_metrics
+from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.scheduler import EVENT_CARRIER
@@ -317,6 +320,7 @@ class Gateway:
         """Sends each front-end its part of a step as one message, and leaves the rest to the API server."""
         if (stats := outputs.scheduler_stats) is not None:
             self.load = Load(stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage)
+        await self._take_step_reports(outputs)
         tokens: dict[bytes, list[EngineCoreOutput]] = defaultdict(list)
         events: dict[bytes, list[Event]] = defaultdict(list)
         rest: list[EngineCoreOutput] = []
@@ -341,6 +345,18 @@ class Gateway:
         for output in (output for batch in tokens.values() for output in batch):
             if output.finish_reason is not None and str(output.finish_reason) in ENGINE_GAVE_UP:
                 self._forget(output.request_id)
+
+    async def _take_step_reports(self, outputs: EngineCoreOutputs) -> None:
+        """Counts what the local scheduler tells about its steps, and passes the measurements on to every front-end, once."""
+        carriers = [output for output in outputs.outputs if output.request_id == REPORT_CARRIER]
+        for carrier in carriers:
+            outputs.outputs.remove(carrier)
+            report = msgspec.convert((carrier.kv_transfer_params or {})[REPORT_KEY], BatchReport)
+            step_metrics.observe(report)
+            if self.load is not None:
+                load = msgspec.structs.replace(self.load, steps=[step.measured for step in report.steps])
+                for identity in self.frontends:
+                    await self._send(identity, Step([], load, time.monotonic()))
 
     async def _send(self, identity: bytes, message: Step | Welcome | LoraAdded, frames: Sequence[Any] = ()) -> None:
         await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])

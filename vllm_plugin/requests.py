@@ -18,6 +18,8 @@ CHUNKED_ARG = "dynaserve_chunked"
 """`vllm_xargs` key: 0 sends this request's KV when its first half is done instead of while it computes, for comparisons."""
 TBT_ARG = "dynaserve_tbt_ms"
 """`vllm_xargs` key: the TBT SLO of this request, instead of the instance's."""
+TTFT_ARG = "dynaserve_ttft_ms"
+"""`vllm_xargs` key: the TTFT SLO of this request, instead of the instance's."""
 
 
 def is_slo_ms(value: object) -> TypeGuard[float]:

@@ -26,6 +26,8 @@ from vllm_plugin.options import PluginOptions
 from vllm_plugin.wake import Alarm
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -153,6 +155,10 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         for request_id, tokens in output.num_scheduled_tokens.items():
             if micro := self.micro.by_id.get(request_id):
                 micro.computed_tokens += tokens
+
+    def parked_requests(self) -> Collection[str]:
+        """For the local scheduler (`batching.SloScheduler`): alphas at their hand-off point."""
+        return self.micro.parked.keys()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)

@@ -14,6 +14,9 @@ constexpr double kLeastSigma = 0.01;
 constexpr double kOutlierSigmas = 3.0;
 // Of the last error in the running estimates: a change is followed within some twenty steps.
 constexpr double kScaleGain = 0.05;
+// Of the last error in what the last few steps had in common: other tenants of a machine come and
+// go within some steps.
+constexpr double kRecentGain = 0.3;
 constexpr double kSigmaGain = 0.02;
 constexpr double kLeastBinGain = 0.05;
 constexpr double kLearntWeight = 0.5;
@@ -132,7 +135,7 @@ double ProfileTable::UnscaledMs(const BatchShape& shape, const Cell& cell) const
 
 double ProfileTable::StepMs(const BatchShape& shape) const {
   if (shape.tokens() < 1) return 0.0;
-  return std::exp(log_scale_) * UnscaledMs(shape, Locate(shape));
+  return std::exp(log_scale_ + log_recent_) * UnscaledMs(shape, Locate(shape));
 }
 
 void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
@@ -146,6 +149,7 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
       predicted_ms > 0.0 ? std::log(measured_ms / predicted_ms) : kOutlierSigmas * sigma_;
   const double usual = kOutlierSigmas * sigma_;
   const double step = std::clamp(error, -usual, usual);
+  const double surprise = std::clamp(error - log_recent_, -usual, usual);
   double squares = 0.0;
   for (const double weight : cell.weights) squares += weight * weight;
   for (std::size_t corner = 0; corner < 8; ++corner) {
@@ -157,8 +161,9 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
     Learn(bin, log_ratio_[bin] + gain * weight / squares * step);
   }
   log_scale_ += kScaleGain * step;
-  sigma_ = std::max(kLeastSigma,
-                    std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ + kSigmaGain * step * step));
+  log_recent_ += kRecentGain * surprise;
+  sigma_ = std::max(kLeastSigma, std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ +
+                                           kSigmaGain * surprise * surprise));
   ++observed_;
   stale_ = true;
 }
@@ -205,6 +210,7 @@ void ProfileTable::Restore(std::span<const ProfileBin> bins, double log_scale, d
     weight_[bin.index] = bin.weight;
   }
   log_scale_ = log_scale;
+  log_recent_ = 0.0;
   sigma_ = std::max(kLeastSigma, sigma);
   observed_ = 0;
   stale_ = true;

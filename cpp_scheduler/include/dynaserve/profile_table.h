@@ -3,8 +3,9 @@
 //
 // A roofline says what no step has measured yet.  Over it lies a grid of bins (tokens in the step x
 // decodes x mean context of a decode); each learns by how much the steps near it differ from the
-// roofline, and one factor, shared by all, follows what changes the whole machine at once.  Between
-// bins the prediction is linear, beyond the last one it grows as the roofline does.
+// roofline, and one factor, shared by all, follows what changes the whole machine at once.  A
+// second shared factor is what the last few steps had in common, which is forgotten as fast.
+// Between bins the prediction is linear, beyond the last one it grows as the roofline does.
 //
 // The prediction never falls when any argument grows, whatever was measured: where bins contradict
 // that, it is read from the mean of the lowest monotonic grid above them and the highest below.
@@ -88,6 +89,7 @@ class ProfileTable {
   std::vector<double> weight_;
   std::vector<double> value_ms_;  // prior_ms_ * exp(log_ratio_)
   double log_scale_ = 0.0;
+  double log_recent_ = 0.0;
   double sigma_;
   std::int64_t observed_ = 0;
 
