@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide clean runtime dev
+.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -44,6 +44,9 @@ stubs: dev ## regenerate dynaserve/_core.pyi
 
 bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine; QUICK=1 takes ten minutes, ARGS=... more options
 	$(BIN)/python -m benchmarks.batching $(if $(QUICK),--quick) $(ARGS)
+
+bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the gap in the answer; ARGS=... options
+	$(BIN)/python -m benchmarks.handoff $(ARGS)
 
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds
 	$(BIN)/python -m benchmarks.decide $(ARGS)
