@@ -190,10 +190,13 @@ def _print_prediction(log: Path, measured_s: float, disturbed: Disturbance) -> N
     errors = prediction.errors(quiet)
     print(f"\nprediction: mean absolute error {errors.live:.1%} over {errors.steps} steps, each predicted before it ran;")
     print(f"  {errors.frozen:.1%} on the second half of them by a profile that learnt from the first half only")
+    during = [step for step in steps if disturbed.began_s < step.at_s < disturbed.ended_s]
+    slowdown = prediction.slowdown(quiet, during)
+    print(f"  a busy process on the core got {disturbed.core_share:.0%} of it and made steps {slowdown:.2f}x as long")
     for what, changed_s in (("began", disturbed.began_s), ("ended", disturbed.ended_s)):
         recovered = prediction.steps_to_recover(steps, changed_s)
         print(
-            f"  after a busy process on the core {what}: "
+            f"  after it {what}: "
             + ("never" if recovered is None else f"{recovered} steps until {prediction.WINDOW_STEPS} in a row were within 15 % on average")
         )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 
 from dynaserve.live_profile import LiveProfile
 from dynaserve.messages import MeasuredStep
-from dynaserve.step_latency import BatchShape
+from dynaserve.step_latency import BatchShape, ProfileTable
 from dynaserve.step_report import StepReport
 
 WINDOW_STEPS = 20
@@ -35,15 +35,25 @@ def live_error(step: StepReport) -> float:
     return abs(step.predicted_ms - step.measured.measured_ms) / step.measured.measured_ms
 
 
+def slowdown(quiet: Sequence[StepReport], others: Sequence[StepReport]) -> float:
+    """How much longer the others took than steps of their kind among the quiet ones: the median."""
+    table = _learnt([step.measured for step in quiet])
+    return median(step.measured.measured_ms / table.step_ms(shape_of(step.measured)) for step in others)
+
+
 def _frozen_error(steps: Sequence[MeasuredStep]) -> float:
-    profile = LiveProfile()
     half = len(steps) // 2
-    for step in steps[:half]:
-        profile.observe(shape_of(step), step.measured_ms)
-    table = profile.table
-    if table is None:
-        raise ValueError(f"{half} steps are too few to learn from")
+    table = _learnt(steps[:half])
     return mean(abs(table.step_ms(shape_of(step)) - step.measured_ms) / step.measured_ms for step in steps[half:])
+
+
+def _learnt(steps: Sequence[MeasuredStep]) -> ProfileTable:
+    profile = LiveProfile()
+    for step in steps:
+        profile.observe(shape_of(step), step.measured_ms)
+    if profile.table is None:
+        raise ValueError(f"{len(steps)} steps are too few to learn from")
+    return profile.table
 
 
 def shape_of(step: MeasuredStep) -> BatchShape:

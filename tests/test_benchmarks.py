@@ -55,3 +55,9 @@ def test_recovery_counts_the_steps_after_the_change() -> None:
     assert prediction.steps_to_recover(steps, changed_s=99.5) == 50 + 20 - 5
     assert prediction.steps_to_recover(steps, changed_s=199.5) == prediction.WINDOW_STEPS
     assert prediction.steps_to_recover([step(i, 10.0, 20.0) for i in range(300)], 0.0) is None
+
+
+def test_a_slowdown_is_told_from_a_change_of_the_batches() -> None:
+    quiet = [step(i, 10.0, 10.0 + 2.0 * (i % 2), decodes=4 + 8 * (i % 2)) for i in range(200)]
+    others = [step(i, 10.0, 18.0, decodes=12) for i in range(20)]
+    assert prediction.slowdown(quiet, others) == pytest.approx(1.5, rel=0.1)
