@@ -38,6 +38,8 @@ class ReplayOptions:
     extra_body: dict[str, Any]
     workload: str
     traces: Path | None
+    tokenizer: Path | None
+    skip_s: float | None
     scale: float
     max_total_tokens: int | None
     requests: int | None
@@ -69,6 +71,8 @@ def parse(arguments: Sequence[str]) -> ReplayOptions:
         extra_body=args.extra_body,
         workload=args.workload,
         traces=args.traces,
+        tokenizer=args.tokenizer,
+        skip_s=args.skip_s,
         scale=args.scale,
         max_total_tokens=args.max_total_tokens,
         requests=args.requests,
@@ -118,8 +122,12 @@ def _add_server(group: Any) -> None:
 def _add_workload(group: Any) -> None:
     group.add_argument("--workload", required=True, metavar="NAME", help=" | ".join(catalog.NAMES))
     group.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files")
+    group.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json that counts the tokens of sharegpt:PATH")
+    group.add_argument("--skip-s", type=_positive, metavar="T", help="leave out the first T seconds of the trace")
     group.add_argument("--rate", type=_positive, metavar="R", help="requests per second on average; trace arrivals have their own")
-    group.add_argument("--arrivals", default="poisson", metavar="HOW", help="poisson | gamma:CV | trace (default: %(default)s)")
+    group.add_argument(
+        "--arrivals", default="poisson", metavar="HOW", help="poisson | gamma:CV | trace | trace-spread (default: %(default)s)"
+    )
     group.add_argument("--requests", type=_whole(1), metavar="N", help="only the first N")
     group.add_argument("--duration-s", type=_positive, metavar="T", help="only those sent in the first T seconds")
     group.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="lengths times X, at least 1 token (default: 1)")

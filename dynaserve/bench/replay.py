@@ -63,7 +63,9 @@ def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
 def plan_requests(opts: ReplayOptions) -> list[TraceRequest]:
     """What is sent when, by the options and the seed alone. Raises ConfigError."""
     try:
-        workload = catalog.scaled(catalog.load(opts.workload, opts.traces), opts.scale)
+        workload = catalog.scaled(catalog.load(opts.workload, opts.traces, opts.tokenizer), opts.scale)
+        if opts.skip_s is not None:
+            workload = catalog.since(workload, opts.skip_s)
         if opts.max_total_tokens is not None:
             workload = catalog.limited(workload, opts.max_total_tokens)
         times = arrivals.arrival_times(opts.arrivals, workload, opts.rate_per_s, np.random.default_rng(opts.seed))
