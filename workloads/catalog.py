@@ -98,9 +98,9 @@ def _alternating(name: str, *parts: Workload) -> Workload:
 
 
 def drawn(workload: Workload, count: int, rng: np.random.Generator) -> Workload:
-    """That many requests of the workload, each drawn at random, without arrival times."""
+    """That many requests of the workload, each drawn at random, without arrival times; then the same again, for ever."""
     rows = lengths.drawn(workload.requests, count, rng)
-    return Workload(workload.name, tuple(replace(row, arrived_at_s=None) for row in rows))
+    return Workload(workload.name, tuple(replace(row, arrived_at_s=None) for row in rows), endless=True)
 
 
 def since(workload: Workload, start_s: float) -> Workload:
