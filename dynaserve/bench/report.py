@@ -153,7 +153,7 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], command: str = "replay") -> str:
     """As typed, but the key: raw data are passed on."""
     shown = list(arguments)
     for index, argument in enumerate(arguments):
@@ -161,4 +161,4 @@ def command_line(arguments: Sequence[str]) -> str:
             shown[index] = "--api-key=***"
         elif index and arguments[index - 1] == "--api-key":
             shown[index] = "***"
-    return shlex.join(["dynaserve", "bench", "replay", *shown])
+    return shlex.join(["dynaserve", "bench", command, *shown])
