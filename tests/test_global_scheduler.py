@@ -224,7 +224,7 @@ def test_policy_text_becomes_options(text: str, options: Options) -> None:
     ],
 )
 def test_unknown_policy_text_is_refused_with_the_accepted_forms(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^policy is '{text}'; accepted are 'colocated', 'disaggregated', "):
+    with pytest.raises(ValueError, match=rf"^policy is '{text}'; accepted are 'colocated', 'disaggregated', "):
         parse_policy(text)
 
 
@@ -235,7 +235,7 @@ def test_disaggregation_for_another_number_of_instances_is_refused() -> None:
 
 @pytest.mark.parametrize("policy", [Policy.dynamic, Policy.paper])
 def test_a_policy_that_predicts_is_refused_without_a_profile(policy: Policy) -> None:
-    with pytest.raises(ValueError, match="^a policy that predicts needs a latency profile$"):
+    with pytest.raises(ValueError, match=r"^a policy that predicts needs a latency profile$"):
         GlobalScheduler(Options(policy))
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dynaserve.execution_predictor import ExecutionPredictor, InstanceLimits, VirtualRequest
 from dynaserve.global_scheduler import Slo
 from dynaserve.placement_search import (
-    Choice,
     FleetDemand,
     Outcome,
     SearchInstance,
@@ -201,7 +200,7 @@ def test_the_plan_is_the_best_that_holds_the_decodes(
     def holds(gathering: int) -> bool:
         each = math.ceil(decodes / gathering)
         alone = InstanceLimits(step_ms=step_ms)
-        fits = each == 0 or each <= 256 and each * context <= 0.7 * kv_tokens
+        fits = each == 0 or (each <= 256 and each * context <= 0.7 * kv_tokens)
         return fits and (each == 0 or _decodes_ms(table, each, context) <= alone.step_ms)
 
     assert plan.colocated_rate == pytest.approx(rate(instances))
