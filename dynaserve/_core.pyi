@@ -648,8 +648,16 @@ class Scheduler:
     def report(self, instance_id: str, progress: Sequence[Progress], now_ms: float) -> None:
         """Actual progress on an instance replaces the predicted."""
 
+    def observe_step(self, instance_id: str, shape: BatchShape, measured_ms: float, now_ms: float) -> None:
+        """
+        A measured step moves the instance's cost scale.
+        ValueError: it has no tokens, or a time that is not positive.
+        """
+
     def cost_scale(self, instance_id: str) -> float:
-        """Latency of the instance's steps over the table's, as reports tell."""
+        """
+        Latency of the instance's steps over the table's, as observed steps tell.
+        """
 
     def reserved_tokens(self, instance_id: str) -> int:
         """Tokens of the unfinished micro-requests on the instance."""

@@ -20,7 +20,7 @@ from dynaserve.global_scheduler import (
     RequestSpec,
     Slo,
 )
-from dynaserve.step_latency import ProfileTable, Roofline
+from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 
 A100 = ProfileTable(
     Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4),
@@ -119,21 +119,20 @@ def test_the_paper_s_policy_takes_pairs_in_turns_and_balances() -> None:
     assert 1000 < placements[0].split_token < 1999
 
 
-def test_slow_progress_raises_the_cost_scale_and_fast_progress_lowers_it() -> None:
-    scheduler = fleet(Policy.dynamic, num_instances=1)
-    scheduler.place(request("r", prompt=100, output=4000), 0.0)
+def test_the_cost_scale_follows_the_steps_of_its_instance() -> None:
+    scheduler = fleet(Policy.dynamic)
+    shape = BatchShape(decodes=10, decode_context_tokens=5000)
+    for second in range(200):
+        scheduler.observe_step("i0", shape, 1.5 * A100.step_ms(shape), 1000.0 * second)
+    assert scheduler.cost_scale("i0") == pytest.approx(1.5, rel=0.02)
+    assert scheduler.cost_scale("i1") == 1.0
+    assert placed(scheduler, request("r"), 200_000.0).alpha.instance_id == "i1"
 
-    def report(computed: int, now_ms: float) -> None:
-        scheduler.report("i0", [Progress(request_id="r", computed_tokens=computed, expected_output_tokens=4000)], now_ms)
 
-    report(200, 1000.0)
-    assert scheduler.cost_scale("i0") == 1.0
-    report(215, 2000.0)  # the table says some 70 tokens a second
-    slow = scheduler.cost_scale("i0")
-    assert slow > 1.05
-    for second in range(3, 10):
-        report(215 + 90 * (second - 2), 1000.0 * second)
-    assert scheduler.cost_scale("i0") < slow
+def test_a_pause_of_the_machine_hardly_moves_the_cost_scale() -> None:
+    scheduler = fleet(Policy.dynamic)
+    scheduler.observe_step("i0", BatchShape(decodes=1, decode_context_tokens=100), 60_000.0, 0.0)
+    assert scheduler.cost_scale("i0") < 1.03
 
 
 def test_a_request_that_outlives_its_prediction_is_put_back() -> None:

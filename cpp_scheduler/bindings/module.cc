@@ -163,8 +163,12 @@ void BindScheduler(nb::module_& m) {
              double now_ms) { scheduler.Report(instance_id, progress, now_ms); },
           "instance_id"_a, "progress"_a, "now_ms"_a,
           "Actual progress on an instance replaces the predicted.")
+      .def("observe_step", &Scheduler::ObserveStep, "instance_id"_a, "shape"_a, "measured_ms"_a,
+           "now_ms"_a,
+           "A measured step moves the instance's cost scale.\nValueError: it has no tokens, or a "
+           "time that is not positive.")
       .def("cost_scale", &Scheduler::CostScale, "instance_id"_a,
-           "Latency of the instance's steps over the table's, as reports tell.")
+           "Latency of the instance's steps over the table's, as observed steps tell.")
       .def("reserved_tokens", &Scheduler::ReservedTokens, "instance_id"_a,
            "Tokens of the unfinished micro-requests on the instance.")
       .def("check_invariants", &Scheduler::CheckInvariants,

@@ -11,9 +11,10 @@ namespace {
 
 constexpr double kPlanEveryMs = 1000.0;
 constexpr double kRecentMs = 10'000.0;
-constexpr double kScaleGain = 0.2;
-constexpr double kMostScaleStep = 0.5;      // of its logarithm, before the gain
-constexpr std::int64_t kLeastEvidence = 8;  // decoded tokens that say something about a step
+// Of a step's error in the cost scale, which tells the timelines once it has moved this far.
+constexpr double kScaleGain = 0.05;
+constexpr double kMostScaleStep = 0.5;
+constexpr double kScaleTold = 0.01;
 
 std::int64_t OutputsOf(const RequestSpec& request) {
   return std::min(request.expected_output_tokens, request.max_output_tokens);
@@ -221,7 +222,7 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
 void LiveFleet::EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
                           const VirtualRequest& request, std::int64_t promised_tokens,
                           double now_ms) {
-  entry.parts.push_back({instance_id, 0, 0, false});
+  entry.parts.push_back({instance_id, 0});
   const auto found = instances_.find(instance_id);
   if (found == instances_.end()) return;
   Part& part = entry.parts.back();
@@ -254,16 +255,14 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   if (found == instances_.end()) return;
   ExecutionPredictor& predictor = *found->second.predictor;
   predictor.Snapshot(now_ms, running_, waiting_);
-  double predicted_tokens = 0.0, actual_tokens = 0.0;
   for (const Progress& report : progress) {
     const auto known = entries_.find(report.request_id);
     if (known == entries_.end()) continue;
-    Entry& entry = known->second;
+    const Entry& entry = known->second;
     // A request that has passed its cut is with its beta.
     const std::size_t side =
         entry.parts.size() > 1 && entry.parts[1].instance_id == instance_id ? 1 : 0;
-    Part& part = entry.parts[side];
-    if (part.instance_id != instance_id) continue;
+    if (entry.parts[side].instance_id != instance_id) continue;
     const bool is_alpha_of_two = entry.parts.size() > 1 && side == 0;
     const std::int64_t outputs = std::max<std::int64_t>(1, report.expected_output_tokens);
     std::int64_t end_token = entry.prompt_tokens + outputs - 1;
@@ -272,14 +271,6 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
         std::max(report.computed_tokens, side == 1 ? entry.split_token : std::int64_t{0});
     const std::uint64_t key = KeyOf(entry.ordinal, side);
     const auto same = [key](const VirtualRequest& r) { return r.key == key; };
-    const auto runs = std::find_if(running_.begin(), running_.end(), same);
-    if (runs != running_.end() && runs->prefill_tokens == 0 && part.decoded &&
-        computed >= entry.prompt_tokens) {
-      predicted_tokens += static_cast<double>(runs->context_tokens - part.reported_tokens);
-      actual_tokens += static_cast<double>(computed - part.reported_tokens);
-    }
-    part.reported_tokens = computed;
-    part.decoded = computed >= entry.prompt_tokens;
     std::erase_if(running_, same);
     std::erase_if(waiting_, same);
     if (is_alpha_of_two && computed >= end_token) continue;
@@ -292,16 +283,25 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
                         prefill > 0 ? decodes : std::max<std::int64_t>(1, decodes), now_ms});
   }
   predictor.Replace(running_, waiting_, now_ms);
-  Calibrate(found->second, predicted_tokens, actual_tokens, now_ms);
 }
 
-void LiveFleet::Calibrate(Instance& instance, double predicted_tokens, double actual_tokens,
-                          double now_ms) {
-  if (predicted_tokens < kLeastEvidence && actual_tokens < kLeastEvidence) return;
-  const double log_ratio = std::log(std::max(1.0, predicted_tokens) / std::max(1.0, actual_tokens));
-  const double step = std::clamp(log_ratio, -kMostScaleStep, kMostScaleStep);
+void LiveFleet::ObserveStep(const InstanceId& instance_id, const BatchShape& shape,
+                            double measured_ms, double now_ms) {
+  if (shape.tokens() < 1 || !(measured_ms > 0.0) || !std::isfinite(measured_ms)) {
+    throw std::invalid_argument("a step of " + std::to_string(shape.tokens()) + " tokens took " +
+                                std::to_string(measured_ms) + " ms; both must be positive");
+  }
+  now_ms = At(now_ms);
+  const auto found = instances_.find(instance_id);
+  const double table_ms = table_.StepMs(shape);
+  if (found == instances_.end() || !(table_ms > 0.0)) return;
+  Instance& instance = found->second;
+  const double error = std::log(measured_ms / table_ms) - instance.log_scale;
+  instance.log_scale += kScaleGain * std::clamp(error, -kMostScaleStep, kMostScaleStep);
   ExecutionPredictor& predictor = *instance.predictor;
-  predictor.SetCostScale(predictor.cost_scale() * std::exp(kScaleGain * step), now_ms);
+  if (std::abs(instance.log_scale - std::log(predictor.cost_scale())) > kScaleTold) {
+    predictor.SetCostScale(std::exp(instance.log_scale), now_ms);
+  }
 }
 
 double LiveFleet::CostScale(const InstanceId& instance_id) const {

@@ -102,6 +102,11 @@ void Scheduler::Report(const InstanceId& instance_id, std::span<const Progress> 
   if (live_) live_->Report(instance_id, progress, now_ms);
 }
 
+void Scheduler::ObserveStep(const InstanceId& instance_id, const BatchShape& shape,
+                            double measured_ms, double now_ms) {
+  if (live_) live_->ObserveStep(instance_id, shape, measured_ms, now_ms);
+}
+
 double Scheduler::CostScale(const InstanceId& instance_id) const {
   return live_ ? live_->CostScale(instance_id) : 1.0;
 }

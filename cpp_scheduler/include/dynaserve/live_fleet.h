@@ -42,9 +42,14 @@ class LiveFleet {
   // Takes it off; unknown ids are ignored.
   void Finish(const std::string& request_id, double now_ms);
 
-  // Replaces, for these requests, predicted by actual progress on the instance, and moves the
-  // instance's cost scale towards what their decodes took.  Ids that are not there are ignored.
+  // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
+  // there are ignored.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
+
+  // Moves the instance's cost scale towards what a step took; unknown instances are ignored.
+  // Throws std::invalid_argument for a step without tokens or a time that is not positive.
+  void ObserveStep(const InstanceId& instance_id, const BatchShape& shape, double measured_ms,
+                   double now_ms);
 
   // 1 for unknown instances.
   double CostScale(const InstanceId& instance_id) const;
@@ -59,12 +64,11 @@ class LiveFleet {
     InstanceLimits limits;
     bool gathers = false;
     std::int64_t promised_tokens = 0;
+    double log_scale = 0.0;
   };
   struct Part {
     InstanceId instance_id;
     std::int64_t promised_tokens = 0;
-    std::int64_t reported_tokens = 0;  // computed, by the last report or by what was predicted then
-    bool decoded = false;              // then
   };
   struct Entry {
     std::uint64_t ordinal = 0;
@@ -82,7 +86,6 @@ class LiveFleet {
                         double now_ms);
   void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
                  const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
-  void Calibrate(Instance& instance, double predicted_tokens, double actual_tokens, double now_ms);
 
   // Constant after construction.
   const Options options_;

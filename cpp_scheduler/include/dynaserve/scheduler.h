@@ -45,7 +45,13 @@ class Scheduler {
   // not predict.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
-  // Latency of the instance's steps over the table's, as reports tell; 1 if nothing is known.
+  // A measured step moves the instance's cost scale; nothing happens under policies that do not
+  // predict.  Throws std::invalid_argument for a step without tokens or a time that is not
+  // positive.
+  void ObserveStep(const InstanceId& instance_id, const BatchShape& shape, double measured_ms,
+                   double now_ms);
+
+  // Latency of the instance's steps over the table's, as they were observed; 1 if none was.
   double CostScale(const InstanceId& instance_id) const;
 
   // Tokens of the unfinished micro-requests on the instance, also on one that was removed; 0 for
