@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff clean runtime dev
+.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff bench-scheduler clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -50,6 +50,9 @@ bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the
 
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds
 	$(BIN)/python -m benchmarks.decide $(ARGS)
+
+bench-scheduler: dev ## what a decision of the dynamic policy costs, and its gap to exhaustive search; ARGS=... options
+	$(BIN)/python -m benchmarks.placement $(ARGS)
 
 clean:      ## delete what was built and installed here; the converted model stays in ~/.cache/dynaserve
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

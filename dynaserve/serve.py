@@ -40,8 +40,8 @@ def add_arguments(parser: Any) -> None:
     )
     group.add_argument("--latency-profile", type=Path, metavar="FILE", help="latency profile of the instances, for dynamic and paper")
     group.add_argument("--length-history", type=Path, metavar="FILE", help="keeps the learnt lengths of answers for the next start")
-    group.add_argument("--tbt-slo-ms", type=float, default=100.0, help="for requests that name none (default: %(default)s)")
-    group.add_argument("--ttft-slo-ms", type=float, default=math.inf, help="for requests that name none (default: none)")
+    group.add_argument("--fleet-tbt-slo-ms", type=float, default=100.0, help="for requests that name none (default: %(default)s)")
+    group.add_argument("--fleet-ttft-slo-ms", type=float, default=math.inf, help="for requests that name none (default: none)")
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
 
@@ -54,10 +54,10 @@ def configure(argv: list[str]) -> FrontendConfig:
         policy = parse_policy(args.policy, len(args.instances))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name in ("tbt_slo_ms", "ttft_slo_ms"):
+    for name in ("fleet_tbt_slo_ms", "fleet_ttft_slo_ms"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of milliseconds above 0")
-    placer = make_placer(policy, args.latency_profile, args.length_history, args.tbt_slo_ms, args.ttft_slo_ms)
+    placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     instances = fleet.join(args.instances)
     return FrontendConfig(instances, placer, fleet.choose_transport(instances, args.transport), args.length_history)
 

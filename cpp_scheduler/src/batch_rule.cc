@@ -64,10 +64,17 @@ class Search {
   // The smallest candidate up to `most` that costs at most 1 % more per token than the best.
   std::int64_t Cheapest(std::int64_t most) const {
     double best = CostPerToken(most);
-    ForCandidates(most, [&](std::int64_t tokens) { best = std::min(best, CostPerToken(tokens)); });
-    std::int64_t chosen = most;
     ForCandidates(most, [&](std::int64_t tokens) {
-      if (tokens < chosen && CostPerToken(tokens) <= kAsGood * best) chosen = tokens;
+      best = std::min(best, CostPerToken(tokens));
+      return true;
+    });
+    std::int64_t chosen = most;
+    // Bins and ends of prompts both come in rising order: of each, the first that is good enough.
+    ForCandidates(most, [&](std::int64_t tokens) {
+      if (tokens >= chosen) return false;
+      if (CostPerToken(tokens) > kAsGood * best) return true;
+      chosen = tokens;
+      return false;
     });
     return chosen;
   }
@@ -78,18 +85,18 @@ class Search {
   }
 
   // Between these points a step's latency is linear but for the pairs of attention, so its cost per
-  // token is lowest at one of them, or nearly.
+  // token is lowest at one of them, or nearly.  `visit` returns false to skip the rest of its kind.
   template <typename Visit>
   void ForCandidates(std::int64_t most, Visit visit) const {
     for (const double bin : kTokenBins) {
       const std::int64_t tokens = static_cast<std::int64_t>(bin) - decodes_.tokens();
-      if (tokens > 0 && tokens < most) visit(tokens);
+      if (tokens >= most) break;
+      if (tokens > 0 && !visit(tokens)) break;
     }
     std::int64_t end = 0;
     for (const PrefillWork& work : waiting_) {
       end += work.tokens;
-      if (end >= most) break;
-      visit(end);
+      if (end >= most || !visit(end)) break;
     }
   }
 

@@ -19,8 +19,8 @@ using InstanceId = std::string;
 // What an instance reports about itself.
 struct InstanceState {
   InstanceId instance_id;
-  bool accepts_new = true;  // false: it finishes what it has (draining)
-  InstanceLimits limits;    // read by policies that predict
+  bool accepts_new = true;     // false: it finishes what it has (draining)
+  InstanceLimits limits = {};  // read by policies that predict
 
   bool operator==(const InstanceState&) const = default;
 };
@@ -33,7 +33,7 @@ struct RequestSpec {
   std::optional<std::int64_t> forced_split;  // cut here, whatever the policy says
   bool may_cut = true;                       // false: always runs whole
   std::int64_t likely_output_tokens = 0;     // an upper quantile of D, for memory; 0: D
-  Slo slo;
+  Slo slo = {};
 
   bool operator==(const RequestSpec&) const = default;
 };
@@ -86,7 +86,7 @@ struct Placement {
   MicroRequest alpha;
   std::optional<MicroRequest> beta;
   PlacementReason reason = PlacementReason::kColocated;
-  std::optional<Prediction> prediction;
+  std::optional<Prediction> prediction = std::nullopt;
 
   std::int64_t split_token() const { return alpha.end_token; }
   bool operator==(const Placement&) const = default;
