@@ -1,6 +1,6 @@
 """How many tokens a request will answer: a distribution, learnt from the requests that have finished.
 
-Kept per model, class, prompt-length bucket and max_tokens; where too few have finished, per model and class; else a
+Kept per model, class, and powers of two of prompt length and max_tokens; where too few have finished, per model and class; else a
 prior. Conditioned on what has been emitted: an answer of 500 tokens that goes on is not one of 100. Pure but for `save`
 and `load`.
 """
@@ -20,6 +20,8 @@ from dynaserve.errors import ConfigError
 FORMAT_VERSION = 1
 LEAST_FINISHED = 16
 """Finished requests that a distribution needs before it is believed."""
+MOST_GROUPS = 4096
+"""Callers name classes: the groups that have learnt nothing for the longest time are forgotten."""
 _MEMORY = 2000.0
 """Finished requests after which an old one counts a third."""
 _BINS_PER_OCTAVE = 4
@@ -44,7 +46,7 @@ class LengthQuery:
     def keys(self) -> tuple[str, str]:
         """The narrow and the wide group it belongs to."""
         wide = f"{self.model}|{self.request_class}"
-        return f"{wide}|{self.prompt_tokens.bit_length()}|{self.max_tokens}", wide
+        return f"{wide}|{self.prompt_tokens.bit_length()}|{self.max_tokens.bit_length()}", wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,11 @@ class LengthPredictor:
         if output_tokens < 1:
             return
         for key in query.keys:
-            self.groups.setdefault(key, Lengths()).learn(output_tokens)
+            group = self.groups.pop(key, None) or Lengths()
+            group.learn(output_tokens)
+            self.groups[key] = group  # the last one learnt from is the last to go
+        while len(self.groups) > MOST_GROUPS:
+            del self.groups[next(iter(self.groups))]
 
 
 def _prior_beyond(emitted: int) -> list[tuple[float, float]]:

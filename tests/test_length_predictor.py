@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaserve.errors import ConfigError
-from dynaserve.length_predictor import LEAST_FINISHED, LengthForecast, LengthPredictor, LengthQuery, load, save
+from dynaserve.length_predictor import LEAST_FINISHED, MOST_GROUPS, LengthForecast, LengthPredictor, LengthQuery, load, save
 
 CHAT = LengthQuery(model="m", request_class="chat", prompt_tokens=300, max_tokens=4096)
 
@@ -58,6 +58,14 @@ def test_a_group_of_its_own_is_used_once_enough_have_finished() -> None:
 
 def test_classes_do_not_mix() -> None:
     assert taught([100] * 50).predict(replace(CHAT, request_class="code")).source == "prior"
+
+
+def test_classes_without_end_do_not_fill_the_memory() -> None:
+    predictor = LengthPredictor()
+    for number in range(MOST_GROUPS):
+        predictor.learn(replace(CHAT, request_class=str(number)), 10)
+    assert len(predictor.groups) == MOST_GROUPS
+    assert replace(CHAT, request_class=str(MOST_GROUPS - 1)).keys[0] in predictor.groups
 
 
 def test_the_hint_and_the_margin_are_honoured() -> None:
