@@ -398,3 +398,146 @@ def leaves_room_for_decode(table: ProfileTable, decodes: BatchShape, context_tok
     """
     Whether the decodes and one more of this context stay within the limit, by themselves.
     """
+
+class VirtualRequest:
+    """
+    One micro-request as an instance sees it: prefill in chunks, then one decode token a step.
+    """
+
+    def __init__(self, *, key: int, context_tokens: int = 0, prefill_tokens: int = 0, decode_tokens: int = 0, ready_ms: float = 0.0) -> None: ...
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def prefill_tokens(self) -> int: ...
+
+    @property
+    def decode_tokens(self) -> int: ...
+
+    @property
+    def ready_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class InstanceLimits:
+    """What an instance may run at once."""
+
+    def __init__(self, *, max_requests: int = 256, max_step_tokens: int = 8192, min_prefill_tokens: int = 16, kv_tokens: int = 1099511627776, step_ms: float = float('inf')) -> None: ...
+
+    @property
+    def max_requests(self) -> int: ...
+
+    @property
+    def max_step_tokens(self) -> int: ...
+
+    @property
+    def min_prefill_tokens(self) -> int: ...
+
+    @property
+    def kv_tokens(self) -> int: ...
+
+    @property
+    def step_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Forecast:
+    """
+    What becomes of a micro-request; absolute milliseconds, infinity for what was not simulated.
+    """
+
+    @property
+    def start_ms(self) -> float: ...
+
+    @property
+    def prefill_end_ms(self) -> float: ...
+
+    @property
+    def end_ms(self) -> float: ...
+
+    @property
+    def longest_step_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class AdmissionOrder(enum.Enum):
+    """Which waiting request is looked at first."""
+
+    arrival = 0
+
+    shortest_prefill = 1
+
+class Horizon(enum.Enum):
+    """How far a prediction goes."""
+
+    prefill_end = 0
+
+    end = 1
+
+class ExecutionPredictor:
+    """
+    The virtual batches that one instance is going to run.  Times never go back.  Not thread-safe.
+    """
+
+    def __init__(self, table: ProfileTable, limits: InstanceLimits, order: AdmissionOrder = AdmissionOrder.arrival) -> None:
+        """ValueError: a limit is out of range."""
+
+    def predict(self, newcomer: VirtualRequest, now_ms: float, horizon: Horizon = Horizon.end) -> Forecast:
+        """
+        What would become of a request that came now.
+        ValueError: it has no tokens, or a negative count.
+        """
+
+    def add(self, request: VirtualRequest, now_ms: float) -> None:
+        """
+        Adds a request to the waiting ones.
+        ValueError: as `predict`.
+        """
+
+    def remove(self, key: int, now_ms: float) -> bool:
+        """Takes a request out; False: it is not there (any more)."""
+
+    def replace(self, running: Sequence[VirtualRequest], waiting: Sequence[VirtualRequest], now_ms: float) -> None:
+        """
+        Replaces what was predicted by what is.
+        ValueError: as `predict`; nothing changes.
+        """
+
+    def set_cost_scale(self, cost_scale: float, now_ms: float) -> None:
+        """
+        Every later latency is the table's times this.
+        ValueError: it is not positive.
+        """
+
+    @property
+    def cost_scale(self) -> float: ...
+
+    def prefill_free_ms(self, now_ms: float) -> float:
+        """
+        When the first prefill token of a request that came now could be computed.
+        """
+
+    def prefill_tokens(self, now_ms: float) -> int:
+        """Prefill tokens that are admitted or wait."""
+
+    def computed_tokens(self, key: int, now_ms: float) -> int | None:
+        """Tokens that a request has computed; None: it is not there (any more)."""
+
+    def play_out(self, now_ms: float) -> list[tuple[int, Forecast]]:
+        """Plays everything to its end: (key, forecast) of each, as they end."""

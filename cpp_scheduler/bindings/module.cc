@@ -1,6 +1,5 @@
 // Python names for the core: nothing is decided here.
 #include <nanobind/nanobind.h>
-#include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,26 +11,13 @@
 #include "dynaserve/profile_table.h"
 #include "dynaserve/scheduler.h"
 #include "dynaserve/types.h"
+#include "values.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace dynaserve {
 namespace {
-
-// A value is compared, hashed and shown by its fields, as a frozen dataclass is.
-template <typename Value, typename... Names>
-void AsValue(nb::class_<Value>& cls, Names... names) {
-  cls.def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"));
-  cls.def("__hash__",
-          [names...](nb::handle self) { return nb::hash(nb::make_tuple(self.attr(names)...)); });
-  cls.def("__repr__", [names...](nb::handle self) {
-    nb::list fields;
-    (fields.append(nb::str("{}={!r}").format(names, self.attr(names))), ...);
-    return nb::str("{}({})").format(self.type().attr("__name__"),
-                                    nb::str(", ").attr("join")(fields));
-  });
-}
 
 void BindEnums(nb::module_& m) {
   nb::enum_<PlacementReason>(m, "PlacementReason", "Why a request was cut, or runs whole.")
@@ -265,4 +251,5 @@ NB_MODULE(_core, m) {
   dynaserve::BindCostModel(m);
   dynaserve::BindProfileTable(m);
   dynaserve::BindBatchRule(m);
+  dynaserve::BindExecution(m);
 }

@@ -39,10 +39,13 @@ void Check(std::span<const PrefillWork> waiting, const BatchLimits& limits) {
 class Search {
  public:
   Search(const ProfileTable& table, const BatchShape& decodes, std::span<const PrefillWork> waiting)
-      : table_(table), decodes_(decodes), waiting_(waiting) {}
+      : row_(table.RowOf(decodes.decodes, decodes.decode_context_tokens)),
+        decodes_(decodes),
+        waiting_(waiting) {}
 
   double StepMs(std::int64_t tokens) const {
-    return table_.StepMs(ShapeWith(decodes_, waiting_, tokens));
+    const BatchShape shape = ShapeWith(decodes_, waiting_, tokens);
+    return row_.StepMs(shape.prefill_tokens, shape.prefill_pairs);
   }
 
   // The largest budget in [0, most] whose step is within the limit; -1: not even 0 is.
@@ -90,7 +93,7 @@ class Search {
     }
   }
 
-  const ProfileTable& table_;
+  const StepRow row_;
   const BatchShape& decodes_;
   std::span<const PrefillWork> waiting_;
 };
