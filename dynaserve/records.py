@@ -35,6 +35,9 @@ class KvRecord:
 class RequestRecord:
     """One sequence of a request. reason: why it was cut or not. lifted: why an announced hand-off did not happen.
 
+    expected: of the answer's length and, under policies that predict, of its times and of the best uncut run (objective_ms,
+    whole_objective_ms), when it was placed.
+
     split_token: where alpha stopped, once it has; before, where it is to stop. moves: how often that was changed on the way.
 
     timeline_ms: milliseconds from arrival to each phase, as the front-end saw it. step_rest_ms: how long the hand-over waited
@@ -53,6 +56,7 @@ class RequestRecord:
     alpha: MicroRecord | None = None
     beta: MicroRecord | None = None
     kv: KvRecord | None = None
+    expected: dict[str, Any] = field(default_factory=dict)
     timeline_ms: dict[str, float] = field(default_factory=dict)
 
     def mark(self, phase: str, now_ms: float) -> None:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +20,15 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve.errors import BadRequest, ConfigError, NoInstance
 from dynaserve.fleet import Instance
-from dynaserve.global_scheduler import GlobalScheduler, InstanceState, PlacementReason, RequestSpec
+from dynaserve.global_scheduler import PlacementReason
+from dynaserve.length_predictor import LengthQuery
 from dynaserve.messages import (
     Abort,
     Announce,
@@ -58,17 +59,29 @@ from dynaserve.request_flow import (
     SendRelease,
     SendRun,
     Side,
+    State,
     Tokens,
     new_flow,
 )
+from dynaserve.request_placer import RequestFacts, RequestPlacer, RunningRequest
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
-from vllm_plugin.requests import CHUNKED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, TTFT_ARG, CutRequest, is_slo_ms, why_whole
+from vllm_plugin.requests import CHUNKED_ARG, EXPECTED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, TTFT_ARG, CutRequest, is_slo_ms, why_whole
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 REQUESTS = Counter("dynaserve_requests", "Sequences by whether they were cut, and why or why not.", ["cut", "reason"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
+PLACING = Histogram(
+    "dynaserve_placement_seconds",
+    "Time to decide where a request runs.",
+    buckets=[0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1],
+)
+TTFT_ERROR = Histogram(
+    "dynaserve_ttft_over_predicted",
+    "Time to the first token over what the decision expected, of policies that predict.",
+    buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
+)
 
 
 @dataclass(eq=False)
@@ -94,13 +107,13 @@ class FleetClient:
     All methods run in one event loop.
     """
 
-    def __init__(self, instances: Sequence[Instance], scheduler: GlobalScheduler, transport: str) -> None:
+    def __init__(self, instances: Sequence[Instance], placer: RequestPlacer, transport: str) -> None:
         self.instances = {instance.instance_id: instance for instance in instances}
         self.book = RecordBook()
         self.frontend_id = uuid.uuid4().hex
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        self._scheduler = scheduler
+        self._placer = placer
         self._transport = transport
         self._live: dict[str, Live] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
@@ -112,7 +125,7 @@ class FleetClient:
         self._adapters = AdapterLoader(self._send)
         self._header_decoder: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
         for instance in instances:
-            scheduler.observe(InstanceState(instance.instance_id))
+            placer.observe(instance.instance_id, instance.description)
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
@@ -152,6 +165,9 @@ class FleetClient:
         chunked = extra_args.get(CHUNKED_ARG, 1)
         if chunked not in (0, 1):
             raise BadRequest(f"{CHUNKED_ARG} is {chunked!r}, not 0 or 1")
+        expected = extra_args.get(EXPECTED_ARG)
+        if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or expected < 1):
+            raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0")
         for name in (TBT_ARG, TTFT_ARG):
             slo_ms = extra_args.get(name)
             if slo_ms is not None and not is_slo_ms(slo_ms):
@@ -162,24 +178,21 @@ class FleetClient:
         if request.lora_request is not None:
             request.lora_request = with_fleet_id(request.lora_request)
         obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values()])
-        placement = self._scheduler.place(
-            RequestSpec(
-                request_id=request.request_id,
-                prompt_tokens=cut.prompt_tokens,
-                max_output_tokens=cut.max_tokens,
-                expected_output_tokens=cut.max_tokens,
-                forced_split=cut.forced_split,
-                may_cut=obstacle is None,
-            )
-        )
-        if placement is None:
+        model = next(iter(self.instances.values())).description.model
+        lengths = LengthQuery(model, cut.request_class, cut.prompt_tokens, cut.max_tokens, cut.expected_tokens)
+        facts = RequestFacts(request.request_id, lengths, cut.forced_split, obstacle is None, cut.tbt_ms, cut.ttft_ms)
+        with PLACING.time():
+            decision = self._placer.place(facts, 1e3 * time.monotonic())
+        if decision is None:
             raise NoInstance("no instance of the fleet takes new requests")
+        placement = decision.placement
         reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
         REQUESTS.labels("no" if placement.beta is None else "yes", reason).inc()
         transport = cut.transport or self._transport
         block_bytes = sum(w.block_bytes for w in self.instances[placement.alpha.instance_id].description.workers)
         external_id = request.external_req_id or request.request_id
         flow = new_flow(external_id, cut.prompt_tokens, placement, reason, transport, block_bytes)
+        flow.record.expected = decision.to_json()
         self.book.add(flow.record)
         live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
@@ -187,7 +200,7 @@ class FleetClient:
             await self._carry_out(live, flow.start())
         except BaseException:
             self._live.pop(request.request_id)
-            self._scheduler.finish(request.request_id)
+            self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
             raise
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -266,6 +279,10 @@ class FleetClient:
         """Tokens before events: `Parked` means that the alpha's tokens are complete."""
         if step.load is not None:
             self.instances[instance].load = step.load
+            now_ms = 1e3 * time.monotonic()
+            self._placer.learn_steps(instance, step.load, now_ms)
+            if self._placer.wants_progress(instance, now_ms):
+                self._placer.report(instance, self._running_on(instance), now_ms)
         forwarded: list[EngineCoreOutput] = []
         clock_offset_s = time.monotonic() - step.sent_at_s
         for output in outputs.outputs if outputs is not None else ():
@@ -290,10 +307,28 @@ class FleetClient:
         instructions = live.flow.handle(side, event, (time.monotonic() - live.arrived_s) * 1000)
         forward = await self._carry_out(live, instructions)
         if live.flow.over and self._live.pop(live.internal_id, None) is not None:
-            self._scheduler.finish(live.internal_id)
+            self._account(live)
             if live.flow.record.lifted is not None:
                 LIFTED.inc()
         return forward
+
+    def _account(self, live: Live) -> None:
+        """Of a request that is over. A stop string is the front-end's: it reaches the instances as an abort, and teaches no length."""
+        record = live.flow.record
+        ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
+        self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
+        prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
+        if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
+            TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
+
+    def _running_on(self, instance: str) -> Iterator[RunningRequest]:
+        """Those that have begun to answer there: how far a prefill is, only the instance knows."""
+        for live in self._live.values():
+            flow, record = live.flow, live.flow.record
+            part = record.beta if flow.state is State.BETA else record.alpha
+            if flow.state in (State.WHOLE, State.ALPHA, State.BETA) and part and part.instance == instance and record.output_tokens:
+                computed_tokens = record.prompt_tokens + record.output_tokens - 1
+                yield RunningRequest(live.internal_id, instance, computed_tokens, record.output_tokens)
 
     # -- to instances --------------------------------------------------------------------------------------------------
 

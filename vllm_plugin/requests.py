@@ -21,6 +21,11 @@ TBT_ARG = "dynaserve_tbt_ms"
 TTFT_ARG = "dynaserve_ttft_ms"
 """`vllm_xargs` key: the TTFT SLO of this request, instead of the instance's."""
 
+EXPECTED_ARG = "dynaserve_expected_tokens"
+"""`vllm_xargs` key: how many tokens the caller expects as the answer."""
+CLASS_ARG = "dynaserve_class"
+"""`vllm_xargs` key: a name for requests whose answers are alike in length."""
+
 
 def is_slo_ms(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
@@ -35,6 +40,10 @@ class CutRequest:
     forced_split: int | None
     transport: str | None
     chunked: bool
+    expected_tokens: int | None = None
+    request_class: str = ""
+    tbt_ms: float | None = None
+    ttft_ms: float | None = None
 
     @classmethod
     def of(cls, request: EngineCoreRequest) -> CutRequest:
@@ -48,6 +57,10 @@ class CutRequest:
             extra_args.get(SPLIT_ARG),
             extra_args.get(TRANSPORT_ARG),
             bool(extra_args.get(CHUNKED_ARG, True)),
+            extra_args.get(EXPECTED_ARG),
+            str(extra_args.get(CLASS_ARG, "")),
+            extra_args.get(TBT_ARG),
+            extra_args.get(TTFT_ARG),
         )
 
 

@@ -22,5 +22,6 @@ void AsValue(nanobind::class_<Value>& cls, Names... names) {
 }
 
 void BindExecution(nanobind::module_& m);
+void BindSearch(nanobind::module_& m);
 
 }  // namespace dynaserve

@@ -76,6 +76,31 @@ Forecast ExecutionPredictor::Predict(const VirtualRequest& newcomer, double now_
   return Run(scratch_, request.key, horizon, nullptr);
 }
 
+double ExecutionPredictor::PredictDrainMs(const VirtualRequest* newcomer, double now_ms) {
+  if (newcomer != nullptr) Check(*newcomer);
+  scratch_ = Tail(now_ms);
+  if (newcomer != nullptr) {
+    VirtualRequest request = *newcomer;
+    request.key = kNewcomer;
+    request.ready_ms = std::max(request.ready_ms, now_ms);
+    Enqueue(scratch_, request);
+  }
+  Run(scratch_, kNobody, Horizon::kEnd, nullptr);
+  return scratch_.now_ms;
+}
+
+void ExecutionPredictor::Snapshot(double now_ms, std::vector<VirtualRequest>& running,
+                                  std::vector<VirtualRequest>& waiting) {
+  Advance(base_, now_ms);
+  running.clear();
+  for (const Decode& decode : base_.decodes) {
+    const std::int64_t left = decode.end_step - base_.step;
+    running.push_back({decode.key, decode.end_context - left, 0, left, base_.now_ms});
+  }
+  for (const Prefill& prefill : base_.prefills) running.push_back(prefill.request);
+  waiting = base_.waiting;
+}
+
 void ExecutionPredictor::Add(const VirtualRequest& request, double now_ms) {
   Check(request);
   VirtualRequest added = request;

@@ -175,7 +175,7 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
                                 std::to_string(measured_ms) + " ms; both must be positive");
   }
   const Cell cell = Locate(shape);
-  const double predicted_ms = scale_ * UnscaledMs(shape, cell);
+  const double predicted_ms = std::exp(log_scale_) * UnscaledMs(shape, cell);
   const double error =
       predicted_ms > 0.0 ? std::log(measured_ms / predicted_ms) : kOutlierSigmas * sigma_;
   const double usual = kOutlierSigmas * sigma_;

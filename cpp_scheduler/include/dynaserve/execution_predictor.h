@@ -91,6 +91,13 @@ class ExecutionPredictor {
   // Throws std::invalid_argument for a request without tokens, or with a negative count.
   Forecast Predict(const VirtualRequest& newcomer, double now_ms, Horizon horizon);
 
+  // When everything would have ended; nullptr: without a newcomer.  Throws as Predict().
+  double PredictDrainMs(const VirtualRequest* newcomer, double now_ms);
+
+  // What runs, in order of admission but for decodes, and what waits, by the prediction for now.
+  void Snapshot(double now_ms, std::vector<VirtualRequest>& running,
+                std::vector<VirtualRequest>& waiting);
+
   // Adds a request to the waiting ones.  Throws as Predict().
   void Add(const VirtualRequest& request, double now_ms);
 

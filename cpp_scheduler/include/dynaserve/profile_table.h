@@ -114,7 +114,7 @@ class ProfileTable {
   std::vector<double> value_ms_;  // prior_ms_ * exp(log_ratio_)
   double log_scale_ = 0.0;
   double log_recent_ = 0.0;
-  double scale_ = 1.0;  // exp(log_scale_ + log_recent_)
+  double scale_ = 1.0;  // the exponential of both
   double sigma_;
   std::int64_t observed_ = 0;
 
