@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -83,7 +84,7 @@ def record_of(fleet: LocalFleet, request_id: str) -> dict[str, Any]:
 
 
 def _measure(record: dict[str, Any], times_s: Sequence[float]) -> HandOver:
-    gaps_ms = [1e3 * (b - a) for a, b in zip(times_s, times_s[1:], strict=False)]
+    gaps_ms = [1e3 * (b - a) for a, b in pairwise(times_s)]
     first_of_beta = record["alpha"]["output_tokens"]
     kv = record["kv"]
     late_bytes = kv["bytes"] - kv["bytes_before_alpha_end"]

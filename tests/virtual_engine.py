@@ -23,8 +23,10 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from dynaserve.kv_transfer.agent import TransferReport
 from dynaserve.step_latency import Roofline
 from vllm_plugin.batching import SloScheduler
+from vllm_plugin.connector import WorkerReports
 from vllm_plugin.options import PLUGIN, PluginOptions
 from vllm_plugin.scheduler import CutScheduler
 from vllm_plugin.step_accounts import shape_of
@@ -112,7 +114,11 @@ class Engine:
         self.carriers: list[Any] = []
         self.steps_ms: list[float] = []
         self.arrived: set[str] = set()
-        """Betas whose KV is here; told with the next step."""
+        """Betas whose transfers are over; told with the next step."""
+        self.sent_back: set[str] = set()
+        """Alphas whose blocks are not read any more."""
+        self.reports: list[TransferReport] = []
+        """Of the worker."""
         self._under_way: deque[_UnderWay] = deque()
 
     def add(self, name: str, prompt_tokens: int, output_tokens: int, *, like: str | None = None, priority: int = 0, **extra: Any) -> None:
@@ -158,10 +164,17 @@ class Engine:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
-            kv_connector_output=KVConnectorOutput(finished_recving=self.arrived) if self.arrived else None,
+            kv_connector_output=self._told_by_worker(),
         )
-        self.arrived = set()
         self._under_way.append(_UnderWay(output, scheduled, answer, starts_s + took_ms / 1e3))
+
+    def _told_by_worker(self) -> KVConnectorOutput | None:
+        told = KVConnectorOutput(
+            finished_recving=self.arrived, finished_sending=self.sent_back, kv_connector_worker_meta=WorkerReports(self.reports)
+        )
+        something = bool(self.arrived or self.sent_back or self.reports)
+        self.arrived, self.sent_back, self.reports = set(), set(), []
+        return told if something else None
 
     def _end(self, step: _UnderWay) -> None:
         self.now_s = max(self.now_s, step.ends_s)

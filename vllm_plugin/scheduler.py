@@ -133,12 +133,12 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         now_s = self.monotonic()
         if self._alarm is not None:
             self._alarm.rings.clear()
+        self.finish_delivered()
         self.promote_betas()
         self.settle_parked(now_s, self._park_timeout_s, self._most_parked)
         self.revoke_for_running(now_s, stuck=self._stuck)
         self.grow_reservations()
         output = super().schedule(*args, **kwargs)
-        self.finish_delivered()
         self._stuck = output.total_num_scheduled_tokens == 0 and self._has_ready_waiting()
         if self._alarm is not None:
             self._alarm.deadline_s = self.next_lift_s(self._park_timeout_s)
