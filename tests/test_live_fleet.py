@@ -148,6 +148,21 @@ def test_a_request_that_outlives_its_prediction_is_put_back() -> None:
     assert after.alpha.instance_id != name or after.prediction.decode_step_ms > before.prediction.decode_step_ms
 
 
+def test_an_alpha_beyond_its_cut_keeps_the_whole_request() -> None:
+    scheduler = fleet(Policy.dynamic)
+    placement = placed(scheduler, request("r", 400, 30_000, forced_split=300), 0.0)
+    assert placement.beta is not None
+    name, other = placement.alpha.instance_id, placement.beta.instance_id
+    scheduler.report(name, [Progress(request_id="r", computed_tokens=500, expected_output_tokens=30_000)], 5000.0)
+    scheduler.check_invariants()
+    decoding = placed(scheduler, request("next", 400, 50), 5001.0)
+    assert decoding.alpha.instance_id == other
+    assert decoding.prediction is not None
+    assert decoding.prediction.decode_step_ms == pytest.approx(
+        A100.step_ms(BatchShape(decodes=1, decode_context_tokens=400)),
+    )
+
+
 def test_impossible_limits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^max_requests is 0; it must be at least 1$"):
         GlobalScheduler(Options(Policy.dynamic), A100).observe(InstanceState("a", limits=InstanceLimits(max_requests=0)))

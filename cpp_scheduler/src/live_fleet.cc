@@ -258,11 +258,12 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   for (const Progress& report : progress) {
     const auto known = entries_.find(report.request_id);
     if (known == entries_.end()) continue;
-    const Entry& entry = known->second;
+    Entry& entry = known->second;
     // A request that has passed its cut is with its beta.
     const std::size_t side =
         entry.parts.size() > 1 && entry.parts[1].instance_id == instance_id ? 1 : 0;
     if (entry.parts[side].instance_id != instance_id) continue;
+    if (side == 0 && report.computed_tokens > entry.split_token) StayOnAlpha(entry, now_ms);
     const bool is_alpha_of_two = entry.parts.size() > 1 && side == 0;
     const std::int64_t outputs = std::max<std::int64_t>(1, report.expected_output_tokens);
     std::int64_t end_token = entry.prompt_tokens + outputs - 1;
@@ -283,6 +284,22 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
                         prefill > 0 ? decodes : std::max<std::int64_t>(1, decodes), now_ms});
   }
   predictor.Replace(running_, waiting_, now_ms);
+}
+
+void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
+  if (entry.parts.size() < 2) return;
+  const Part beta = entry.parts.back();
+  entry.parts.pop_back();
+  const auto left = instances_.find(beta.instance_id);
+  if (left != instances_.end()) {
+    left->second.promised_tokens -= beta.promised_tokens;
+    left->second.predictor->Remove(KeyOf(entry.ordinal, 1), now_ms);
+  }
+  Part& alpha = entry.parts.front();
+  const auto kept = instances_.find(alpha.instance_id);
+  if (kept == instances_.end()) return;
+  alpha.promised_tokens += beta.promised_tokens;
+  kept->second.promised_tokens += beta.promised_tokens;
 }
 
 void LiveFleet::ObserveStep(const InstanceId& instance_id, const BatchShape& shape,

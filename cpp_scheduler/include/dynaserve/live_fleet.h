@@ -43,7 +43,7 @@ class LiveFleet {
   void Finish(const std::string& request_id, double now_ms);
 
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
-  // there are ignored.
+  // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
   // Moves the instance's cost scale towards what a step took; unknown instances are ignored.
@@ -84,6 +84,7 @@ class LiveFleet {
                           double now_ms);
   Placement ChoosePaper(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                         double now_ms);
+  void StayOnAlpha(Entry& entry, double now_ms);
   void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
                  const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
 
