@@ -130,7 +130,7 @@ def parse(arguments: Sequence[str]) -> SweepOptions:
         if wrong := [value for value in getattr(args, name) if value < (name == "context")]:
             raise ConfigError(f"--{name} {wrong[0]} is too small")
     if args.picture is not None and import_spec("matplotlib") is None:
-        raise ConfigError("--picture needs matplotlib: pip install 'dynaserve[plot]'")
+        raise ConfigError("--picture needs matplotlib: pip install 'dynaserve[plots]'")
     return SweepOptions(
         args.model,
         args.output,

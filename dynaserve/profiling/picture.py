@@ -51,7 +51,7 @@ def draw(path: Path, records: Sequence[PointRecord], slo_ms: float, title: str) 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'dynaserve[plot]'") from error
+        raise ConfigError("a picture needs matplotlib: pip install 'dynaserve[plots]'") from error
     contexts = sorted({record.point.context_tokens for record in records if record.point.decodes})
     figure = Figure(figsize=(10, 3.4 * max(1, len(contexts))), layout="constrained")
     axes: Any = figure.subplots(max(1, len(contexts)), 2, squeeze=False)
