@@ -170,6 +170,8 @@ class RequestFlow:
                 return self._finish(None, now_ms)
 
     def _on_tokens(self, side: Side, tokens: Tokens, now_ms: float) -> list[Instruction]:
+        if tokens.finish_reason in ENGINE_GAVE_UP:
+            self.live.discard(side)
         expected = Side.BETA if self.state in (State.HANDING_OVER, State.BETA) else Side.ALPHA
         if self.state is State.FINISHED or side is not expected:
             return []  # late tokens of a micro-request that was released or aborted
@@ -181,8 +183,6 @@ class RequestFlow:
         resumed = self._on_resumed(now_ms) if side is Side.BETA else []
         if tokens.finish_reason is None:
             return [Forward(), *resumed]
-        if tokens.finish_reason in ENGINE_GAVE_UP:
-            self.live.discard(side)
         return [Forward(), *resumed, *self._finish(tokens.finish_reason, now_ms, finished=side)]
 
     def _on_resumed(self, now_ms: float) -> list[Instruction]:

@@ -154,6 +154,39 @@ def test_the_oldest_of_too_many_parked_alphas_goes_on(tmp_path: Path) -> None:
     instance.finish("a1", "a2")
 
 
+def test_only_as_many_alphas_go_on_as_are_too_many_though_no_slot_is_free(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, max_parked=3, max_num_seqs=1)
+    for i in range(4):
+        instance.add(f"a{i}", "alpha", 50, 60)
+    instance.steps_until(lambda: len(instance.parked()) == 4)
+    instance.engine.add("other", 50, 60)
+    instance.step(20)
+    assert [event.request_id for event in instance.events(Lifted)] == ["a0"]
+    instance.finish("a1", "a2", "a3")
+
+
+def test_an_engine_that_falls_asleep_after_parking_is_woken_when_time_is_up(instance: Instance) -> None:
+    instance.scheduler._alarm = Alarm([], lambda: None)
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    assert not instance.scheduler.has_requests()
+    assert instance.scheduler._alarm.deadline_s == pytest.approx(instance.engine.now_s + TIMEOUT_S)
+    instance.scheduler._alarm.close()
+    instance.scheduler._alarm = None
+    instance.finish("a")
+
+
+def test_a_preempted_alpha_cannot_stop_before_what_it_has_sampled(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 130)
+    instance.steps_until(lambda: instance.scheduler.requests["a"].num_computed_tokens == 120)
+    preempt(instance, "a")
+    assert instance.scheduler.move_hand_off("a", 105)
+    instance.steps_until(instance.parked)
+    assert instance.events(Parked) == [Parked("a", 120, 0)]
+    assert instance.scheduler.requests["a"].num_output_tokens == 120 - 100 + 1
+    instance.finish("a")
+
+
 def test_parked_alphas_take_no_slots(tmp_path: Path) -> None:
     instance = Instance(tmp_path, max_num_seqs=2)
     for i in range(4):
@@ -317,6 +350,17 @@ def test_an_alpha_whose_kv_is_delivered_is_finished_when_it_is_preempted(instanc
     assert instance.step() == {}
     instance.finish()
     assert instance.events(Ended) == [Ended("a", 110, 0)], "nothing was computed again"
+
+
+def test_a_lifted_alpha_is_not_finished_by_its_preemption(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    instance.engine.reports.append(TransferReport("t-a", "delivered", 0.0))
+    instance.step()
+    preempt(instance, "a")
+    instance.scheduler.move_hand_off("a", None)
+    instance.finish()
+    assert len(instance.engine.token_times_s["a"]) == 40
 
 
 def test_an_alpha_that_is_preempted_before_computes_again_and_stops_again(instance: Instance) -> None:

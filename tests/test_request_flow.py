@@ -170,6 +170,15 @@ def test_an_instance_that_drops_a_request_fails_it() -> None:
     assert [type(i) for i in tell(flow, ALPHA, Ended("r", 3, 0))] == [Fail]
 
 
+def test_an_instance_that_gives_up_a_half_that_nobody_listens_to_is_forgotten() -> None:
+    flow = running(cut_flow())
+    tell(flow, ALPHA, ClientGone())
+    tell(flow, BETA, Tokens([], "error"))
+    assert not flow.over
+    tell(flow, ALPHA, Ended("r", 0, 0))
+    assert flow.over
+
+
 def test_the_record_counts_bytes_once_and_overlap_apart() -> None:
     flow = running(cut_flow())
     tell(flow, ALPHA, Moved("r", "sent", 3, 3000, True, 0.0), Moved("r", "sent", 1, 1000, False, 0.0))

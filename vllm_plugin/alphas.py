@@ -65,9 +65,11 @@ class AlphaScheduler(Scheduler):
         False: it stands at its hand-off point already, was lifted, or `hand_off_at` is beyond what the model can compute.
         """
         if hand_off_at is not None:
-            if micro.plan.hand_off_at is None or micro.parked or micro.complete or hand_off_at >= self.max_model_len:
+            if micro.plan.hand_off_at is None or micro.told_parked or micro.complete or hand_off_at >= self.max_model_len:
                 return False
-            hand_off_at = max(hand_off_at, request.num_computed_tokens + 1)
+            # A preempted request computes anew what it has sampled, and cannot stop before its newest token.
+            sampled = request.num_tokens - 1 if request.num_output_tokens else 0
+            hand_off_at = max(hand_off_at, request.num_computed_tokens + 1, sampled)
         micro.plan.hand_off_at = hand_off_at
         return True
 
@@ -81,6 +83,7 @@ class AlphaScheduler(Scheduler):
         """Lifts alphas that have stood for too long, and the oldest of too many; those lifted run once there is a slot."""
         for micro in list(self.micro.parked.values()):
             if micro.plan.hand_off_at is None:
+                most += 1  # lifted before, and still without a slot
                 continue
             if now_s - micro.parked_s > timeout_s:
                 self.micro.lift(micro, f"the alpha stood at its hand-off point for more than {timeout_s:g} s")
@@ -89,12 +92,21 @@ class AlphaScheduler(Scheduler):
             else:
                 break
             most += 1  # one less counts
-        free = self._slots - (len(self.running) - len(self.micro.parked))
+        self._give_slots_to_lifted()
+        self._keep_parked_aside()
+
+    def _give_slots_to_lifted(self) -> None:
+        active = [request for request in self.running if request.request_id not in self.micro.parked]
+        free = self._slots - len(active)
+        adapters = {request.lora_request.lora_int_id for request in active if request.lora_request}
         for micro in [micro for micro in self.micro.parked.values() if micro.plan.hand_off_at is None]:
-            if free > 0 or self._rows_are_scarce:
+            lora = self.requests[micro.request_id].lora_request
+            # vLLM asserts that the running requests use no more adapters than there is room for (scheduler.py:897).
+            fits = lora is None or lora.lora_int_id in adapters or len(adapters) < self.lora_config.max_loras
+            if fits and (free > 0 or self._rows_are_scarce):
                 self.micro.unpark(micro)
                 free -= 1
-        self._keep_parked_aside()
+                adapters |= {lora.lora_int_id} if lora else set()
 
     def _keep_parked_aside(self) -> None:
         """They take no slot of a running request, and come first: vLLM preempts the last running request first, and a parked
@@ -116,12 +128,14 @@ class AlphaScheduler(Scheduler):
         micro = self.micro.by_id.get(request.request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
         self.preemptions += 1
-        if micro is not None and micro.parked and micro.delivered:
+        if micro is not None and micro.parked and self.micro.is_delivered(micro):
             self._delivered_and_preempted.append(request.request_id)
 
     def finish_delivered(self) -> None:
         """An alpha whose beta has everything is not computed again."""
         for request_id in self._delivered_and_preempted:
-            self.micro.counts["finished_delivered"] += 1
-            self.release(request_id)
+            micro = self.micro.by_id.get(request_id)
+            if micro is not None and micro.plan.hand_off_at is not None:  # else it was lifted, and must go on
+                self.micro.counts["finished_delivered"] += 1
+                self.release(request_id)
         self._delivered_and_preempted.clear()

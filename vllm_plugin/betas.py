@@ -106,7 +106,11 @@ class BetaScheduler(Scheduler):
         more = tokens - request.num_computed_tokens
         if more <= 0:
             return True
-        if self.kv_cache_manager.allocate_slots(request, more, delay_cache_blocks=True) is None:
+        # Leaves what others, and this request's own prompt, still need: none of them could be preempted for it.
+        own = self._request_remaining_blocks(request)
+        new = -(-tokens // self.block_size) - micro.granted_blocks
+        reserved = self._inflight_prefill_reserved_blocks() - own + max(0, own - new)
+        if self.kv_cache_manager.allocate_slots(request, more, delay_cache_blocks=True, reserved_blocks=reserved) is None:
             return False
         request.num_computed_tokens = tokens
         block_ids = self.kv_cache_manager.get_blocks(request.request_id).get_block_ids()[0]

@@ -145,6 +145,8 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
                 self.micro.settle(request_id)
         for request_id in connector_output.finished_sending or ():
             self.micro.settle(request_id)
+        if received or connector_output.finished_sending:
+            self.scheduler.blocks_came_free()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

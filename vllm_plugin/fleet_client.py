@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from dynaserve.messages import (
     Continue,
     FromInstance,
     Hello,
+    Lifted,
     LoraAdded,
     Move,
     Release,
@@ -44,6 +45,7 @@ from dynaserve.messages import (
     ToInstance,
     Welcome,
 )
+from dynaserve.messages import Event as InstanceEvent
 from dynaserve.records import RecordBook
 from dynaserve.request_flow import (
     ClientGone,
@@ -276,13 +278,17 @@ class FleetClient:
             self._outputs.put_nowait(error)
 
     async def _on_step(self, instance: str, step: Step, outputs: EngineCoreOutputs | None) -> None:
-        """Tokens before events: `Parked` means that the alpha's tokens are complete."""
+        """Tokens before events: `Parked` means that the alpha's tokens are complete.
+
+        `Lifted` goes first: an alpha that its instance lifts may sample in the same step, and those tokens count.
+        """
         if step.load is not None:
             self.instances[instance].load = step.load
             now_ms = 1e3 * time.monotonic()
             self._placer.learn_steps(instance, step.load, now_ms)
             if self._placer.wants_progress(instance, now_ms):
                 self._placer.report(instance, self._running_on(instance), now_ms)
+        await self._on_events(event for event in step.events if isinstance(event, Lifted))
         forwarded: list[EngineCoreOutput] = []
         clock_offset_s = time.monotonic() - step.sent_at_s
         for output in outputs.outputs if outputs is not None else ():
@@ -293,7 +299,10 @@ class FleetClient:
                     forwarded.append(_translate(output, live, side, clock_offset_s))
         if forwarded:
             self._outputs.put_nowait(EngineCoreOutputs(outputs=forwarded, timestamp=time.monotonic()))
-        for event in step.events:
+        await self._on_events(event for event in step.events if not isinstance(event, Lifted))
+
+    async def _on_events(self, events: Iterable[InstanceEvent]) -> None:
+        for event in events:
             if found := self._find(event.request_id):
                 await self._handle(found[0], found[1], event)
 

@@ -66,8 +66,8 @@ class MicroRequest:
     exposed: the workers know of the transfer. ended: the engine is done with it, a worker may not be.
 
     Of an alpha: ready_blocks, how many blocks its workers may send; complete, its last, partly filled block may be sent: the
-    hand-off cannot move any more; parked_at, the token at which it stands (None: it runs), since parked_s; delivered: beta has
-    all that it needs.
+    hand-off cannot move any more; parked_at, the token at which it stands (None: it runs), since parked_s; told_parked, the
+    front-end knows where; delivered: how many workers' peers have all that they need.
 
     Of a beta: first_index, the first block that is transferred; granted_blocks, all blocks that it holds; landed_blocks, over
     all workers; end_index, the block before which the transfer ends, None until `Continue`; received: its KV is here;
@@ -85,7 +85,8 @@ class MicroRequest:
     complete: bool = False
     parked_at: int | None = None
     parked_s: float = 0.0
-    delivered: bool = False
+    told_parked: bool = False
+    delivered: int = 0
 
     first_index: int = 0
     granted_blocks: int = 0
@@ -170,6 +171,7 @@ class MicroRequests:
     def park(self, micro: MicroRequest, now_s: float) -> None:
         assert micro.plan.hand_off_at is not None
         micro.parked_at, micro.parked_s = micro.plan.hand_off_at, now_s
+        micro.told_parked = True
         self.parked[micro.request_id] = micro
         self.counts["parked"] += 1
         self.events.append(Parked(micro.request_id, micro.parked_at, micro.cached_tokens))
@@ -183,6 +185,10 @@ class MicroRequests:
         micro.plan.hand_off_at = None
         self.counts["lifted"] += 1
         self.events.append(Lifted(micro.request_id, reason))
+
+    def is_delivered(self, micro: MicroRequest) -> bool:
+        """Whether the beta has all that it needs, on every worker."""
+        return micro.plan.hand_off_at is not None and micro.delivered >= self.num_workers
 
     # -- beta ----------------------------------------------------------------------------------------------------------
 
@@ -220,7 +226,7 @@ class MicroRequests:
             return None
         match report.kind:
             case "delivered":
-                micro.delivered = True
+                micro.delivered += 1
             case "failed":
                 self.counts["failed"] += 1
                 return micro if micro.revocable else None

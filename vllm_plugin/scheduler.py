@@ -63,7 +63,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self._park_timeout_s = options.park_timeout_ms / 1e3
         self._most_parked = options.max_parked
         self._alarm: Alarm | None = None
-        self._stuck = False
+        self._stuck = self._freed = False
         self.connector.bind(self)
         patches.install_engine_core_calls()
 
@@ -87,6 +87,10 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         else:
             self.forget_refused(request)
 
+    def blocks_came_free(self) -> None:
+        """A reservation that was granted in part may grow in a step that nothing else asks for."""
+        self._freed = any(micro.revocable for micro in self.micro.betas.values())
+
     def move_hand_off(self, request_id: str, hand_off_at: int | None) -> bool:
         """False: the request is gone, or its hand-off cannot move there any more."""
         micro, request = self.micro.by_id.get(request_id), self.requests.get(request_id)
@@ -105,6 +109,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         return (
             self._alarm.rings.is_set()
             or self.micro.has_messages
+            or self._freed
             or bool(self.finished_req_ids)
             or (self.ec_connector is not None and bool(super().has_requests()))
             or self._has_runnable()
@@ -115,8 +120,9 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
             return False
         if any(request.request_id not in self.micro.parked for request in self.running):
             return True
-        if any(micro.plan.hand_off_at is None for micro in self.micro.parked.values()):
-            return True  # lifted, waits for a slot
+        lifted = sum(micro.plan.hand_off_at is None for micro in self.micro.parked.values())
+        if lifted or len(self.micro.parked) > self._most_parked:
+            return True  # waits for a slot, or is about to be lifted
         waiting = len(self.waiting) - self.num_waiting_for_streaming_input
         if waiting > 0 and self._pause_state is PauseState.UNPAUSED:
             return True
@@ -133,6 +139,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         now_s = self.monotonic()
         if self._alarm is not None:
             self._alarm.rings.clear()
+        self._freed = False
         self.finish_delivered()
         self.promote_betas()
         self.settle_parked(now_s, self._park_timeout_s, self._most_parked)
@@ -140,13 +147,14 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self.grow_reservations()
         output = super().schedule(*args, **kwargs)
         self._stuck = output.total_num_scheduled_tokens == 0 and self._has_ready_waiting()
-        if self._alarm is not None:
-            self._alarm.deadline_s = self.next_lift_s(self._park_timeout_s)
         self._count(output)
         return output
 
     def _has_ready_waiting(self) -> bool:
-        return self._pause_state is PauseState.UNPAUSED and any(not self._is_blocked_waiting_status(r.status) for r in self.waiting)
+        """Of those, one at least could run, had it blocks."""
+        if self._pause_state is not PauseState.UNPAUSED or len(self.running) >= self.max_num_active_reqs:
+            return False
+        return any(not self._is_blocked_waiting_status(r.status) for r in (*self.kv_holding_waiting, *self.waiting))
 
     def _count(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
@@ -165,6 +173,8 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         now_s = self.monotonic()
         for request_id in scheduler_output.num_scheduled_tokens:
             self.park_if_at_hand_off(request_id, now_s)
+        if self._alarm is not None:
+            self._alarm.deadline_s = self.next_lift_s(self._park_timeout_s)
         if events := self.micro.take_events():
             carrier = EngineCoreOutput(EVENT_CARRIER, [], kv_transfer_params={EXTRA_ARG: msgspec.to_builtins(events)})
             outputs.setdefault(0, EngineCoreOutputs()).outputs.append(carrier)
