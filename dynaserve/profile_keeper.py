@@ -37,7 +37,7 @@ class ProfileKeeper:
         resting: no step will follow soon.
         """
         if self._saved_s is None:
-            self._saved_s = now_s
+            self._saved_s = now_s - REST_INTERVAL_S  # the first rest may come at once
         interval_s = REST_INTERVAL_S if resting else SAVE_INTERVAL_S
         if self.profile.table is None or now_s - self._saved_s < interval_s or (self._saving and not self._saving.done()):
             return

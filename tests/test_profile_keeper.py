@@ -47,12 +47,15 @@ def test_it_is_saved_while_the_engine_runs_but_not_each_step(tmp_path: Path) -> 
 
 def test_what_was_learnt_is_saved_before_a_rest(tmp_path: Path) -> None:
     keeper = ProfileKeeper(tmp_path / "p.json", KEY)
-    keeper.save_now_and_then(0.0, resting=True)
+    keeper.save_now_and_then(0.0, resting=False)
     learn(keeper)
-    keeper.save_now_and_then(REST_INTERVAL_S, resting=True)
+    keeper.save_now_and_then(0.5, resting=True)
     assert keeper._saving is not None
     keeper._saving.result(timeout=30)
     assert (tmp_path / "p.json").exists()
+    first = keeper._saving
+    keeper.save_now_and_then(0.5 + REST_INTERVAL_S / 2, resting=True)
+    assert keeper._saving is first, "too soon"
     keeper.close()
 
 
