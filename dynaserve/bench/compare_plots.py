@@ -17,7 +17,7 @@ _TIMELINE_BINS = 30
 def check_installed() -> None:
     """Raises ConfigError if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the pictures need matplotlib, which is not installed: pip install 'dynaserve[plots]'")
+        raise ConfigError("the pictures need matplotlib, which is not installed: pip install 'dynaserve[plot]'")
 
 
 def draw(comparison: Comparison) -> dict[str, bytes]:
