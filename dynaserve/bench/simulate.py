@@ -65,9 +65,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit status. Raises ConfigError."""
-    args = _parser().parse_args(arguments)
-    args.url, args.model, args.api_key, args.extra_body = "http://simulated", None, None, {}
-    args.warmup, args.timeout_s, args.max_client_lag_ms, args.vocabulary = 0, 1.0, 1.0, range(1)
+    args = _parse(arguments)
     fleet = _fleet(args)
     if args.output is not None:
         report.check_writable(args.output)
@@ -85,6 +83,12 @@ def run(arguments: Sequence[str]) -> int:
         Console(highlight=False).print(f"capacity {float(np.median(rates)):.4g} requests/s (least {min(rates):.4g}, most {max(rates):.4g})")
         return 0 if np.median(rates) > 0 else 1
     return 0
+
+
+def capacities(arguments: Sequence[str]) -> list[float | None]:
+    """By repetition, of what the command with these options simulates; None: not servable. Raises ConfigError."""
+    args = _parse(arguments)
+    return _capacity(args, _fleet(args))
 
 
 def play(fleet: Fleet, opts: ReplayOptions) -> SimulatedSummary:
@@ -157,6 +161,14 @@ def _table(args: argparse.Namespace) -> ProfileTable:
     if args.gpu_model is None or args.gpu is None:
         raise ConfigError("--gpu-grid needs --gpu-model and --gpu")
     return latency_tables.from_grid(args.gpu_grid, args.gpu_model, args.gpu, args.overhead_ms, args.cost_scale)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    args = _parser().parse_args(arguments)
+    # What a replay needs and a simulation has not.
+    args.url, args.model, args.api_key, args.extra_body = "http://simulated", None, None, {}
+    args.warmup, args.timeout_s, args.max_client_lag_ms, args.vocabulary = 0, 1.0, 1.0, range(1)
+    return args
 
 
 def _parser() -> options.Parser:
