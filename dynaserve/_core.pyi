@@ -827,3 +827,91 @@ class BalancedSplit:
 
 def find_balanced_split(alpha: ExecutionPredictor, beta: ExecutionPredictor, prompt_tokens: int, end_token: int, tolerance_ms: float, now_ms: float) -> BalancedSplit:
     """The paper's Algorithm 1: a binary search for equal completion times."""
+
+class Batching(enum.Enum):
+    """How a simulated instance forms its steps."""
+
+    fixed_chunk = 0
+
+    slo = 1
+
+class EngineOptions:
+    """A simulated instance."""
+
+    def __init__(self, *, batching: Batching, max_step_tokens: int, max_running: int, kv_tokens: int, min_prefill_tokens: int, slo_ms: float, margin: float) -> None: ...
+
+class SimulatedRequest:
+    """A request of a simulation."""
+
+    def __init__(self, arrival_ms: float, prompt_tokens: int, output_tokens: int, expected_output_tokens: int) -> None: ...
+
+class SimulationOptions:
+    """A simulated fleet."""
+
+    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, step_sigma: float, tbt_slo_ms: float, seed: int) -> None: ...
+
+class SimulatedOutcome:
+    """What became of a request; absolute times."""
+
+    @property
+    def first_token_ms(self) -> float: ...
+
+    @property
+    def end_ms(self) -> float: ...
+
+    @property
+    def longest_gap_ms(self) -> float: ...
+
+    @property
+    def late_gaps(self) -> int: ...
+
+    @property
+    def split_token(self) -> int: ...
+
+class InstanceUse:
+    """What an instance did in all."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def busy_ms(self) -> float: ...
+
+    @property
+    def tokens(self) -> float: ...
+
+    @property
+    def attention_pairs(self) -> float: ...
+
+    @property
+    def kv_token_ms(self) -> float: ...
+
+    @property
+    def most_kv_tokens(self) -> int: ...
+
+    @property
+    def preemptions(self) -> int: ...
+
+class SimulationResult:
+    """By request, by instance, by bin of gaps."""
+
+    @property
+    def outcomes(self) -> list[SimulatedOutcome]: ...
+
+    @property
+    def uses(self) -> list[InstanceUse]: ...
+
+    @property
+    def gap_counts(self) -> list[int]: ...
+
+    @property
+    def end_ms(self) -> float: ...
+
+def gap_bin_ms(bin: int) -> float:
+    """The lower end of a bin of gap_counts."""
+
+def simulate(table: ProfileTable, requests: Sequence[SimulatedRequest], options: SimulationOptions) -> SimulationResult:
+    """
+    Plays all requests, in order of arrival, to their end.
+    ValueError: options or requests that cannot be.
+    """

@@ -106,3 +106,13 @@ def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch, path: str
     monkeypatch.setitem(patches._EXPECTED, path, ("self", "something_else"))
     with pytest.raises(ConfigError, match=f"something_else.*{found}"):
         patches.check_vllm()
+
+
+def test_the_front_end_keeps_its_own_slos_beside_the_options_of_an_instance() -> None:
+    from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+
+    from vllm_plugin.frontend import make_parser
+
+    args = make_parser().parse_args(["m", "--instances", "http://a", "--tbt-slo-ms", "50"])
+    assert args.tbt_slo_ms == 50.0
+    assert get_non_default_args(args)["tbt_slo_ms"] == 50.0, "vLLM builds its parser a second time"

@@ -137,7 +137,9 @@ class SloScheduler(Scheduler):
 
     def _put_urgent_first(self) -> None:
         """Orders the waiting prompts by when their first tokens are due, which for requests of one SLO is the order of arrival."""
-        self._own_ttft &= self.deadlines.first_due_s.keys()
+        if not self._own_ttft:
+            return
+        self._own_ttft = {request_id for request_id in self._own_ttft if request_id in self.deadlines.first_due_s}
         if self._own_ttft and self.policy == SchedulingPolicy.FCFS:
             preempted_first = sorted(
                 self.waiting,
@@ -161,7 +163,7 @@ class SloScheduler(Scheduler):
         ordered = True
         for request in self.running:
             request_id = request.request_id
-            if request_id in parked:
+            if parked and request_id in parked:
                 continue
             if request.is_prefill_chunk:
                 prefills.append(request)

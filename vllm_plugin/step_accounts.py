@@ -86,8 +86,6 @@ class StepAccounts:
         self._reporter.add(report)
         if self.log is not None:
             self.log.add(report)
-        if self.keeper is not None:
-            self.keeper.save_now_and_then(now_s)
 
     def count_tokens(self, outputs: Iterable[EngineCoreOutputs], now_s: float) -> None:
         token = self.deadlines.token
@@ -99,7 +97,13 @@ class StepAccounts:
     def take_report(self, now_s: float, *, resting: bool) -> BatchReport | None:
         """None: not now. resting: no step will follow soon."""
         steps = self._reporter.take(now_s, resting=resting)
-        return None if steps is None else BatchReport(steps, self.deadlines.take_counts())
+        if steps is None:
+            return None
+        if self.log is not None:
+            self.log.flush()
+        if self.keeper is not None:
+            self.keeper.save_now_and_then(now_s, resting=resting)
+        return BatchReport(steps, self.deadlines.take_counts())
 
     def close(self) -> None:
         if self.keeper is not None:

@@ -17,6 +17,9 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace dynaserve {
+
+void BindSimulator(nb::module_& m);  // simulator.cc
+
 namespace {
 
 void BindEnums(nb::module_& m) {
@@ -323,4 +326,5 @@ NB_MODULE(_core, m) {
   dynaserve::BindValues(m);
   dynaserve::BindScheduler(m);
   dynaserve::BindSearch(m);
+  dynaserve::BindSimulator(m);
 }

@@ -26,7 +26,8 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
     return {"capacity": _capacity(comparison), "goodput": _goodput(comparison), "tbt": _tbt(comparison), "timeline": _timeline(comparison)}
 
 
-def _axes(x: str, y: str) -> tuple[Any, Any]:
+def axes_of(x: str, y: str) -> tuple[Any, Any]:
+    """A figure and its axes, with those labels."""
     from matplotlib.figure import Figure  # Not pyplot: it keeps global state and looks for a display.
 
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
@@ -37,33 +38,34 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _png(figure: Any) -> bytes:
+def png_of(figure: Any) -> bytes:
+    """The figure as a file."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def _capacity(comparison: Comparison) -> bytes:
-    figure, axes = _axes("", "capacity, requests/s")
+    figure, axes = axes_of("", "capacity, requests/s")
     for place, system in enumerate(comparison.turns):
         rates = [rate or 0.0 for rate in comparison.rates(system)]
         middle = float(np.median(rates))
         axes.bar(place, middle, yerr=[[middle - min(rates)], [max(rates) - middle]], capsize=5)
     axes.set_xticks(range(len(comparison.turns)), list(comparison.turns))
-    return _png(figure)
+    return png_of(figure)
 
 
 def _goodput(comparison: Comparison) -> bytes:
-    figure, axes = _axes("offered requests/s", "goodput, tokens/s within the SLO")
+    figure, axes = axes_of("offered requests/s", "goodput, tokens/s within the SLO")
     for system, turns in comparison.turns.items():
         runs = sorted((run.rate_per_s, run.summary.goodput_tokens_per_s) for turn in turns for run in turn.repetition.trials)
         axes.plot([rate for rate, _ in runs], [goodput for _, goodput in runs], "o-", label=system)
     axes.legend()
-    return _png(figure)
+    return png_of(figure)
 
 
 def _tbt(comparison: Comparison) -> bytes:
-    figure, axes = _axes("time between tokens, ms", "share of gaps")
+    figure, axes = axes_of("time between tokens, ms", "share of gaps")
     for system, run in comparison.side_by_side.items():
         gaps = np.sort([gap for record in run.records for gap in record.gaps_ms])
         if len(gaps):
@@ -71,11 +73,11 @@ def _tbt(comparison: Comparison) -> bytes:
     axes.axvline(comparison.slo.tbt_ms, color="gray", linestyle="--")
     axes.set_xscale("symlog", linthresh=1)
     axes.legend()
-    return _png(figure)
+    return png_of(figure)
 
 
 def _timeline(comparison: Comparison) -> bytes:
-    figure, axes = _axes("seconds since the start", "goodput, tokens/s within the SLO")
+    figure, axes = axes_of("seconds since the start", "goodput, tokens/s within the SLO")
     for system, run in comparison.side_by_side.items():
         good = [
             after
@@ -86,4 +88,4 @@ def _timeline(comparison: Comparison) -> bytes:
         counts, edges = np.histogram(good, bins=_TIMELINE_BINS, range=(0.0, max(record.ended_s for record in run.records)))
         axes.stairs(counts / np.diff(edges), edges, label=system)
     axes.legend()
-    return _png(figure)
+    return png_of(figure)
