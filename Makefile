@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff bench-scheduler clean runtime dev
+.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff bench-scheduler clean runtime dev bench-idle
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -47,6 +47,9 @@ bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine;
 
 bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the gap in the answer; ARGS=... options
 	$(BIN)/python -m benchmarks.handoff $(ARGS)
+
+bench-idle: runtime ## CPU of instances whose requests all wait for another instance; ARGS=... options
+	$(BIN)/python -m benchmarks.idle $(ARGS)
 
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds
 	$(BIN)/python -m benchmarks.decide $(ARGS)
