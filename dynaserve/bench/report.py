@@ -22,6 +22,7 @@ from dynaserve.bench.client import Progress, Recording
 from dynaserve.bench.measures import Distribution, Slo, Summary
 from dynaserve.bench.records import RequestRecord
 from dynaserve.errors import ConfigError
+from dynaserve.machine import cpu_model
 
 RAW_FORMAT = 1
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -139,18 +140,12 @@ def _rounded(values_ms: Sequence[float]) -> list[float]:
 def machine() -> dict[str, Any]:
     """Of the client; where the server runs on the same one, of both."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "dynaserve": version("dynaserve"),
     }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
 
 
 def command_line(arguments: Sequence[str], command: str = "replay") -> str:
