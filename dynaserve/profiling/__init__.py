@@ -1,1 +1,0 @@
-"""`dynaserve profile`: measures how long steps take on this machine, before anything is served."""
