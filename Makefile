@@ -1,11 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast test-cpp check format stubs clean runtime dev
+.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff bench-scheduler clean runtime dev bench-idle
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
 
 help:       ## show this list
-	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 demo: runtime ## start a local fleet, cut one request at four places, stop the fleet
 	$(BIN)/python -m dynaserve.local.demo
@@ -24,6 +24,9 @@ test-cpp: dev ## run the tests of the C++ core under the address and undefined-b
 	$(BIN)/cmake --build build/cpp --parallel
 	$(BIN)/ctest --test-dir build/cpp --output-on-failure
 
+soak: dev  ## thousands of random requests over a fleet with little memory (REQUESTS=3000, SEED=n): no token may differ
+	$(BIN)/python -m tests.e2e.soak $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
+
 check: dev ## formatting, lint, types, layering
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -38,6 +41,21 @@ format: dev ## format all sources
 
 stubs: dev ## regenerate dynaserve/_core.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m dynaserve._core -o dynaserve/_core.pyi
+
+bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine; QUICK=1 takes ten minutes, ARGS=... more options
+	$(BIN)/python -m benchmarks.batching $(if $(QUICK),--quick) $(ARGS)
+
+bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the gap in the answer; ARGS=... options
+	$(BIN)/python -m benchmarks.handoff $(ARGS)
+
+bench-idle: runtime ## CPU of instances whose requests all wait for another instance; ARGS=... options
+	$(BIN)/python -m benchmarks.idle $(ARGS)
+
+bench-decide: dev ## what the local scheduler adds to a step, in microseconds
+	$(BIN)/python -m benchmarks.decide $(ARGS)
+
+bench-scheduler: dev ## what a decision of the dynamic policy costs, and its gap to exhaustive search; ARGS=... options
+	$(BIN)/python -m benchmarks.placement $(ARGS)
 
 clean:      ## delete what was built and installed here; the converted model stays in ~/.cache/dynaserve
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,170 +6,6 @@ from collections.abc import Sequence
 import enum
 
 
-class PlacementReason(enum.Enum):
-    """Why a request was cut, or runs whole."""
-
-    forced = 0
-
-    policy = 1
-
-    colocated = 2
-
-    single_instance = 3
-
-    not_cuttable = 4
-
-    split_at_start = 5
-
-    split_at_end = 6
-
-    prompt_too_short = 7
-
-class Policy(enum.Enum):
-    """How requests are cut when nothing forces a cut."""
-
-    colocated = 0
-
-    disaggregated = 1
-
-    fixed = 2
-
-class InstanceState:
-    """What an instance reports about itself."""
-
-    def __init__(self, instance_id: str, accepts_new: bool = True) -> None: ...
-
-    @property
-    def instance_id(self) -> str: ...
-
-    @property
-    def accepts_new(self) -> bool: ...
-
-    def __eq__(self, arg: object, /) -> bool: ...
-
-    def __hash__(self) -> int: ...
-
-    def __repr__(self) -> str: ...
-
-class RequestSpec:
-    """What the scheduler knows about a request."""
-
-    def __init__(self, *, request_id: str, prompt_tokens: int, max_output_tokens: int, expected_output_tokens: int, forced_split: int | None = None, may_cut: bool = True) -> None: ...
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def max_output_tokens(self) -> int: ...
-
-    @property
-    def expected_output_tokens(self) -> int: ...
-
-    @property
-    def forced_split(self) -> int | None: ...
-
-    @property
-    def may_cut(self) -> bool: ...
-
-    def __eq__(self, arg: object, /) -> bool: ...
-
-    def __hash__(self) -> int: ...
-
-    def __repr__(self) -> str: ...
-
-class MicroRequest:
-    """One instance's part: the tokens [start_token, end_token)."""
-
-    def __init__(self, instance_id: str, start_token: int, end_token: int) -> None: ...
-
-    @property
-    def instance_id(self) -> str: ...
-
-    @property
-    def start_token(self) -> int: ...
-
-    @property
-    def end_token(self) -> int: ...
-
-    def __eq__(self, arg: object, /) -> bool: ...
-
-    def __hash__(self) -> int: ...
-
-    def __repr__(self) -> str: ...
-
-class Placement:
-    """Which instances run a request; whole if beta is None."""
-
-    def __init__(self, alpha: MicroRequest, beta: MicroRequest | None, reason: PlacementReason) -> None: ...
-
-    @property
-    def alpha(self) -> MicroRequest: ...
-
-    @property
-    def beta(self) -> MicroRequest | None: ...
-
-    @property
-    def reason(self) -> PlacementReason: ...
-
-    @property
-    def split_token(self) -> int:
-        """The end of alpha; the cut if there is a beta."""
-
-    def __eq__(self, arg: object, /) -> bool: ...
-
-    def __hash__(self) -> int: ...
-
-    def __repr__(self) -> str: ...
-
-class Options:
-    """The policy; `ratio` is read by `fixed` only."""
-
-    def __init__(self, policy: Policy, ratio: float = 0.5) -> None: ...
-
-    @property
-    def policy(self) -> Policy: ...
-
-    @property
-    def ratio(self) -> float: ...
-
-    def __eq__(self, arg: object, /) -> bool: ...
-
-    def __hash__(self) -> int: ...
-
-    def __repr__(self) -> str: ...
-
-class Scheduler:
-    """
-    Decides which instance computes which tokens of a request.  Not thread-safe.
-    """
-
-    def __init__(self, options: Options) -> None:
-        """ValueError: the ratio is outside [0, 1]."""
-
-    def observe(self, instance: InstanceState) -> None:
-        """Adds the instance, or replaces what was known about it."""
-
-    def remove(self, instance_id: str) -> None:
-        """Forgets the instance; its requests stay reserved until `finish`."""
-
-    def place(self, request: RequestSpec) -> Placement | None:
-        """
-        Chooses instances and cut and reserves their tokens; None: no instance accepts new work.
-        ValueError: the request is already placed, or a token count is out of range.
-        """
-
-    def finish(self, request_id: str) -> None:
-        """Releases what `place` reserved; unknown ids are ignored."""
-
-    def reserved_tokens(self, instance_id: str) -> int:
-        """Tokens of the unfinished micro-requests on the instance."""
-
-    def check_invariants(self) -> None:
-        """RuntimeError: a reservation is negative, orphaned or counted twice."""
-
 class BatchShape:
     """
     What one engine step computes; `prefill_pairs` sums `prefill_pairs(tokens, context_tokens)` over its prefills.
@@ -397,4 +233,685 @@ def choose_budget(table: ProfileTable, decodes: BatchShape, waiting: Sequence[Pr
 def leaves_room_for_decode(table: ProfileTable, decodes: BatchShape, context_tokens: int, step_ms: float) -> bool:
     """
     Whether the decodes and one more of this context stay within the limit, by themselves.
+    """
+
+class VirtualRequest:
+    """
+    One micro-request as an instance sees it: prefill in chunks, then one decode token a step.
+    """
+
+    def __init__(self, *, key: int, context_tokens: int = 0, prefill_tokens: int = 0, decode_tokens: int = 0, ready_ms: float = 0.0) -> None: ...
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def prefill_tokens(self) -> int: ...
+
+    @property
+    def decode_tokens(self) -> int: ...
+
+    @property
+    def ready_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class InstanceLimits:
+    """What an instance may run at once."""
+
+    def __init__(self, *, max_requests: int = 256, max_step_tokens: int = 8192, min_prefill_tokens: int = 16, kv_tokens: int = 1099511627776, step_ms: float = float('inf')) -> None: ...
+
+    @property
+    def max_requests(self) -> int: ...
+
+    @property
+    def max_step_tokens(self) -> int: ...
+
+    @property
+    def min_prefill_tokens(self) -> int: ...
+
+    @property
+    def kv_tokens(self) -> int: ...
+
+    @property
+    def step_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Forecast:
+    """
+    What becomes of a micro-request; absolute milliseconds, infinity for what was not simulated.
+    """
+
+    @property
+    def start_ms(self) -> float: ...
+
+    @property
+    def prefill_end_ms(self) -> float: ...
+
+    @property
+    def end_ms(self) -> float: ...
+
+    @property
+    def longest_step_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class AdmissionOrder(enum.Enum):
+    """Which waiting request is looked at first."""
+
+    arrival = 0
+
+    shortest_prefill = 1
+
+class Horizon(enum.Enum):
+    """How far a prediction goes."""
+
+    prefill_end = 0
+
+    end = 1
+
+class ExecutionPredictor:
+    """
+    The virtual batches that one instance is going to run.  Times never go back.  Not thread-safe.
+    """
+
+    def __init__(self, table: ProfileTable, limits: InstanceLimits, order: AdmissionOrder = AdmissionOrder.arrival) -> None:
+        """ValueError: a limit is out of range."""
+
+    def predict(self, newcomer: VirtualRequest, now_ms: float, horizon: Horizon = Horizon.end) -> Forecast:
+        """
+        What would become of a request that came now.
+        ValueError: it has no tokens, or a negative count.
+        """
+
+    def add(self, request: VirtualRequest, now_ms: float) -> None:
+        """
+        Adds a request to the waiting ones.
+        ValueError: as `predict`.
+        """
+
+    def remove(self, key: int, now_ms: float) -> bool:
+        """Takes a request out; False: it is not there (any more)."""
+
+    def replace(self, running: Sequence[VirtualRequest], waiting: Sequence[VirtualRequest], now_ms: float) -> None:
+        """
+        Replaces what was predicted by what is.
+        ValueError: as `predict`; nothing changes.
+        """
+
+    def set_cost_scale(self, cost_scale: float, now_ms: float) -> None:
+        """
+        Every later latency is the table's times this.
+        ValueError: it is not positive.
+        """
+
+    @property
+    def cost_scale(self) -> float: ...
+
+    def prefill_free_ms(self, now_ms: float) -> float:
+        """
+        When the first prefill token of a request that came now could be computed.
+        """
+
+    def prefill_tokens(self, now_ms: float) -> int:
+        """Prefill tokens that are admitted or wait."""
+
+    def computed_tokens(self, key: int, now_ms: float) -> int | None:
+        """Tokens that a request has computed; None: it is not there (any more)."""
+
+    def play_out(self, now_ms: float) -> list[tuple[int, Forecast]]:
+        """Plays everything to its end: (key, forecast) of each, as they end."""
+
+class PlacementReason(enum.Enum):
+    """Why a request was cut, or runs whole."""
+
+    forced = 0
+
+    policy = 1
+
+    colocated = 2
+
+    single_instance = 3
+
+    not_cuttable = 4
+
+    split_at_start = 5
+
+    split_at_end = 6
+
+    prompt_too_short = 7
+
+    whole_is_best = 8
+
+    levels_prefill = 9
+
+    balanced = 10
+
+class Policy(enum.Enum):
+    """How requests are cut when nothing forces a cut."""
+
+    colocated = 0
+
+    disaggregated = 1
+
+    fixed = 2
+
+    dynamic = 3
+
+    paper = 4
+
+class InstanceState:
+    """What an instance reports about itself."""
+
+    def __init__(self, instance_id: str, accepts_new: bool = True, limits: InstanceLimits = ...) -> None: ...
+
+    @property
+    def instance_id(self) -> str: ...
+
+    @property
+    def accepts_new(self) -> bool: ...
+
+    @property
+    def limits(self) -> InstanceLimits: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Slo:
+    """Service-level objectives of a request; infinity: none."""
+
+    def __init__(self, *, ttft_ms: float = float('inf'), tbt_ms: float = float('inf')) -> None: ...
+
+    @property
+    def ttft_ms(self) -> float: ...
+
+    @property
+    def tbt_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class RequestSpec:
+    """What the scheduler knows about a request."""
+
+    def __init__(self, *, request_id: str, prompt_tokens: int, max_output_tokens: int, expected_output_tokens: int, forced_split: int | None = None, may_cut: bool = True, likely_output_tokens: int = 0, slo: Slo = ...) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def max_output_tokens(self) -> int: ...
+
+    @property
+    def expected_output_tokens(self) -> int: ...
+
+    @property
+    def forced_split(self) -> int | None: ...
+
+    @property
+    def may_cut(self) -> bool: ...
+
+    @property
+    def likely_output_tokens(self) -> int: ...
+
+    @property
+    def slo(self) -> Slo: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class MicroRequest:
+    """One instance's part: the tokens [start_token, end_token)."""
+
+    def __init__(self, instance_id: str, start_token: int, end_token: int) -> None: ...
+
+    @property
+    def instance_id(self) -> str: ...
+
+    @property
+    def start_token(self) -> int: ...
+
+    @property
+    def end_token(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Prediction:
+    """
+    What a policy that predicts expected of its choice; milliseconds, from the decision on.
+    """
+
+    @property
+    def ttft_ms(self) -> float: ...
+
+    @property
+    def hand_off_ms(self) -> float: ...
+
+    @property
+    def decode_step_ms(self) -> float: ...
+
+    @property
+    def objective_ms(self) -> float: ...
+
+    @property
+    def whole_objective_ms(self) -> float: ...
+
+    @property
+    def probes(self) -> int: ...
+
+    @property
+    def gathering(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Placement:
+    """Which instances run a request; whole if beta is None."""
+
+    def __init__(self, alpha: MicroRequest, beta: MicroRequest | None, reason: PlacementReason, prediction: Prediction | None = None) -> None: ...
+
+    @property
+    def alpha(self) -> MicroRequest: ...
+
+    @property
+    def beta(self) -> MicroRequest | None: ...
+
+    @property
+    def reason(self) -> PlacementReason: ...
+
+    @property
+    def prediction(self) -> Prediction | None: ...
+
+    @property
+    def split_token(self) -> int:
+        """The end of alpha; the cut if there is a beta."""
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Options:
+    """The policy, and what only some policies read."""
+
+    def __init__(self, policy: Policy, ratio: float = 0.5, *, prefill_instances: int = 0, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, tolerance_ms: float = 5.0) -> None: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def ratio(self) -> float: ...
+
+    @property
+    def prefill_instances(self) -> int: ...
+
+    @property
+    def hand_off_ms(self) -> float: ...
+
+    @property
+    def kv_token_ms(self) -> float: ...
+
+    @property
+    def tolerance_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Progress:
+    """How far a request is on an instance, as far as the caller knows."""
+
+    def __init__(self, *, request_id: str, computed_tokens: int, expected_output_tokens: int) -> None: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def computed_tokens(self) -> int: ...
+
+    @property
+    def expected_output_tokens(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Scheduler:
+    """
+    Decides which instance computes which tokens of a request.  Not thread-safe.
+    """
+
+    def __init__(self, options: Options, table: ProfileTable | None = None) -> None:
+        """
+        table: needed by policies that predict, and copied.
+        ValueError: the ratio is outside [0, 1], another number is negative or not finite, or the table is missing.
+        """
+
+    def observe(self, instance: InstanceState) -> None:
+        """
+        Adds the instance, or replaces what was known about it.
+        ValueError: impossible limits.
+        """
+
+    def remove(self, instance_id: str) -> None:
+        """Forgets the instance; its requests stay reserved until `finish`."""
+
+    def place(self, request: RequestSpec, now_ms: float = 0.0) -> Placement | None:
+        """
+        Chooses instances and cut and reserves their tokens; None: no instance accepts new work.
+        ValueError: the request is already placed, or a token count is out of range.
+        """
+
+    def finish(self, request_id: str, now_ms: float = 0.0) -> None:
+        """Releases what `place` reserved; unknown ids are ignored."""
+
+    def report(self, instance_id: str, progress: Sequence[Progress], now_ms: float) -> None:
+        """Actual progress on an instance replaces the predicted."""
+
+    def observe_step(self, instance_id: str, shape: BatchShape, measured_ms: float, now_ms: float) -> None:
+        """
+        A measured step moves the instance's cost scale.
+        ValueError: it has no tokens, or a time that is not positive.
+        """
+
+    def cost_scale(self, instance_id: str) -> float:
+        """
+        Latency of the instance's steps over the table's, as observed steps tell.
+        """
+
+    def reserved_tokens(self, instance_id: str) -> int:
+        """Tokens of the unfinished micro-requests on the instance."""
+
+    def check_invariants(self) -> None:
+        """RuntimeError: a reservation is negative, orphaned or counted twice."""
+
+class FleetDemand:
+    """What the fleet has to do now."""
+
+    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int) -> None: ...
+
+class FleetPlan:
+    """
+    How many instances gather the decodes (0: none in particular), and the prefill rate of the fleet, in tokens per millisecond.
+    """
+
+    @property
+    def gathering(self) -> int: ...
+
+    @property
+    def prefill_rate(self) -> float: ...
+
+    @property
+    def colocated_rate(self) -> float: ...
+
+    @property
+    def lost_share(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+def prefill_rate(table: ProfileTable, limits: InstanceLimits, decodes: int, mean_context_tokens: float, prompt_tokens: int) -> float:
+    """Prefill tokens per millisecond of one instance beside these decodes."""
+
+def plan_fleet(table: ProfileTable, limits: InstanceLimits, demand: FleetDemand, current: int) -> FleetPlan:
+    """
+    The plan of the highest prefill rate that holds the decodes; `current` stays among equals.
+    """
+
+class Outcome:
+    """What a placement is predicted to do."""
+
+    def __init__(self, *, ttft_ms: float = 0.0, others_wait_ms: float = 0.0, lost_prefill_ms: float = 0.0, hand_off_ms: float = 0.0, gap_ms: float = 0.0, decode_step_ms: float = 0.0, decode_tokens: float = 0.0, overflow_tokens: float = 0.0, token_ms: float = 0.0) -> None: ...
+
+    @property
+    def ttft_ms(self) -> float: ...
+
+    @property
+    def others_wait_ms(self) -> float: ...
+
+    @property
+    def lost_prefill_ms(self) -> float: ...
+
+    @property
+    def hand_off_ms(self) -> float: ...
+
+    @property
+    def gap_ms(self) -> float: ...
+
+    @property
+    def decode_step_ms(self) -> float: ...
+
+    @property
+    def decode_tokens(self) -> float: ...
+
+    @property
+    def overflow_tokens(self) -> float: ...
+
+    @property
+    def token_ms(self) -> float: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+def objective_ms(outcome: Outcome, slo: Slo) -> float:
+    """
+    What a placement costs, in milliseconds: the number that the dynamic policy minimises.
+    """
+
+def others_wait_ms(queue_ms: float, work_ms: float, arrivals_per_ms: float) -> float:
+    """What later requests wait longer for this work, in sum."""
+
+class SearchInstance:
+    """One instance that accepts new work."""
+
+    def __init__(self, predictor: ExecutionPredictor, *, keeps_free: bool = False, cached_tokens: int = 0, promised_tokens: int = 0) -> None: ...
+
+class SearchRequest:
+    """What the search knows about a request."""
+
+    def __init__(self, *, prompt_tokens: int, expected_output_tokens: int, likely_output_tokens: int, may_cut: bool = True, slo: Slo = ...) -> None: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def slo(self) -> Slo: ...
+
+class SearchOptions:
+    """What the search knows beside the instances."""
+
+    def __init__(self, *, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, hand_off_price_ms: float = 20.0, hand_off_price_share: float = 0.05, least_part_tokens: int = 16, least_cut_prompt_tokens: int = 64, arrivals_per_ms: float = 0.0, lost_share: float = 0.0, prefill_pressure: float = 0.0) -> None: ...
+
+class Choice:
+    """Indices of the instances, the cut, and what it is predicted to cost."""
+
+    @property
+    def alpha(self) -> int: ...
+
+    @property
+    def beta(self) -> int | None: ...
+
+    @property
+    def split_token(self) -> int: ...
+
+    @property
+    def outcome(self) -> Outcome: ...
+
+    @property
+    def objective_ms(self) -> float: ...
+
+    @property
+    def whole_objective_ms(self) -> float: ...
+
+    @property
+    def hand_off_ms(self) -> float: ...
+
+    @property
+    def probes(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class SplitSearch:
+    """The choice for one request; reserves nothing."""
+
+    def __init__(self) -> None: ...
+
+    def find(self, instances: Sequence[SearchInstance], request: SearchRequest, options: SearchOptions, now_ms: float) -> Choice:
+        """The lowest objective that was found, whole or cut."""
+
+    def try_whole(self, instances: Sequence[SearchInstance], index: int, request: SearchRequest, options: SearchOptions, now_ms: float) -> Choice: ...
+
+    def try_cut(self, instances: Sequence[SearchInstance], alpha: int, beta: int, split_token: int, request: SearchRequest, options: SearchOptions, now_ms: float) -> Choice: ...
+
+class BalancedSplit:
+    """Where the paper's Algorithm 1 cuts."""
+
+    @property
+    def split_token(self) -> int: ...
+
+    @property
+    def imbalance_ms(self) -> float: ...
+
+    @property
+    def probes(self) -> int: ...
+
+def find_balanced_split(alpha: ExecutionPredictor, beta: ExecutionPredictor, prompt_tokens: int, end_token: int, tolerance_ms: float, now_ms: float) -> BalancedSplit:
+    """The paper's Algorithm 1: a binary search for equal completion times."""
+
+class Batching(enum.Enum):
+    """How a simulated instance forms its steps."""
+
+    fixed_chunk = 0
+
+    slo = 1
+
+class EngineOptions:
+    """A simulated instance."""
+
+    def __init__(self, *, batching: Batching, max_step_tokens: int, max_running: int, kv_tokens: int, min_prefill_tokens: int, slo_ms: float, margin: float) -> None: ...
+
+class SimulatedRequest:
+    """A request of a simulation."""
+
+    def __init__(self, arrival_ms: float, prompt_tokens: int, output_tokens: int, expected_output_tokens: int) -> None: ...
+
+class SimulationOptions:
+    """A simulated fleet."""
+
+    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, step_sigma: float, tbt_slo_ms: float, seed: int) -> None: ...
+
+class SimulatedOutcome:
+    """What became of a request; absolute times."""
+
+    @property
+    def first_token_ms(self) -> float: ...
+
+    @property
+    def end_ms(self) -> float: ...
+
+    @property
+    def longest_gap_ms(self) -> float: ...
+
+    @property
+    def late_gaps(self) -> int: ...
+
+    @property
+    def split_token(self) -> int: ...
+
+class InstanceUse:
+    """What an instance did in all."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def busy_ms(self) -> float: ...
+
+    @property
+    def tokens(self) -> float: ...
+
+    @property
+    def attention_pairs(self) -> float: ...
+
+    @property
+    def kv_token_ms(self) -> float: ...
+
+    @property
+    def most_kv_tokens(self) -> int: ...
+
+    @property
+    def preemptions(self) -> int: ...
+
+class SimulationResult:
+    """By request, by instance, by bin of gaps."""
+
+    @property
+    def outcomes(self) -> list[SimulatedOutcome]: ...
+
+    @property
+    def uses(self) -> list[InstanceUse]: ...
+
+    @property
+    def gap_counts(self) -> list[int]: ...
+
+    @property
+    def end_ms(self) -> float: ...
+
+def gap_bin_ms(bin: int) -> float:
+    """The lower end of a bin of gap_counts."""
+
+def simulate(table: ProfileTable, requests: Sequence[SimulatedRequest], options: SimulationOptions) -> SimulationResult:
+    """
+    Plays all requests, in order of arrival, to their end.
+    ValueError: options or requests that cannot be.
     """

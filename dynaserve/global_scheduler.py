@@ -1,11 +1,24 @@
 """The global scheduler: decides which instance computes which tokens of a request.
 
-One of the two doors to `dynaserve._core`; the contracts are in `cpp_scheduler/include/dynaserve/`.
+One of the doors to `dynaserve._core`; the contracts are in `cpp_scheduler/include/dynaserve/`.
 """
 
 from __future__ import annotations
 
-from dynaserve._core import InstanceState, MicroRequest, Options, Placement, PlacementReason, Policy, RequestSpec
+import re
+
+from dynaserve._core import (
+    InstanceState,
+    MicroRequest,
+    Options,
+    Placement,
+    PlacementReason,
+    Policy,
+    Prediction,
+    Progress,
+    RequestSpec,
+    Slo,
+)
 from dynaserve._core import Scheduler as GlobalScheduler
 
 __all__ = [
@@ -16,24 +29,39 @@ __all__ = [
     "Placement",
     "PlacementReason",
     "Policy",
+    "Prediction",
+    "Progress",
     "RequestSpec",
+    "Slo",
     "parse_policy",
+    "predicts",
 ]
 
+_FORMS = "'colocated', 'disaggregated', 'disaggregated:xPyD', 'fixed:RATIO' with a RATIO in [0, 1], 'dynamic' and 'paper'"
 
-def parse_policy(text: str) -> Options:
-    """The scheduler options that a policy's text names: `colocated`, `disaggregated` or `fixed:RATIO`.
 
-    Raises ValueError, naming the text and the accepted forms, for anything else.
+def parse_policy(text: str, num_instances: int | None = None) -> Options:
+    """The scheduler options that a policy's text names.
+
+    Raises ValueError, naming the text and the accepted forms, for anything else, or if `disaggregated:xPyD` is for another
+    number of instances.
     """
     match text.split(":"):
-        case ["colocated"]:
-            return Options(Policy.colocated)
-        case ["disaggregated"]:
-            return Options(Policy.disaggregated)
+        case ["colocated" | "disaggregated" | "dynamic" | "paper" as name]:
+            return Options(Policy[name])
+        case ["disaggregated", counts] if found := re.fullmatch(r"([1-9]\d{0,5})P([1-9]\d{0,5})D", counts):
+            prefilling, decoding = int(found[1]), int(found[2])
+            if num_instances is not None and prefilling + decoding != num_instances:
+                raise ValueError(f"policy is {text!r}, for {prefilling + decoding} instances; there are {num_instances}")
+            return Options(Policy.disaggregated, prefill_instances=prefilling)
         case ["fixed", ratio] if _is_ratio(ratio):
             return Options(Policy.fixed, float(ratio))
-    raise ValueError(f"policy is {text!r}; accepted are 'colocated', 'disaggregated' and 'fixed:RATIO' with a RATIO in [0, 1]")
+    raise ValueError(f"policy is {text!r}; accepted are {_FORMS}")
+
+
+def predicts(policy: Policy) -> bool:
+    """Whether the policy needs a latency profile."""
+    return policy in (Policy.dynamic, Policy.paper)
 
 
 def _is_ratio(text: str) -> bool:

@@ -9,7 +9,7 @@ from dynaserve.step_latency import BatchShape, ProfileTable, StepSample, fit_roo
 WARM_UP_STEPS = 3
 """The first steps of an engine compile and allocate: they say nothing about later ones."""
 LEAST_SAMPLES = 8
-MOST_SAMPLES = 256
+MOST_SAMPLES = 1024
 
 
 class LiveProfile:

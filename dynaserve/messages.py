@@ -11,7 +11,7 @@ import msgspec
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -24,18 +24,20 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Run(msgspec.Struct, frozen=True, tag=True):
     """Run this request; stop at `hand_off_at` computed tokens and keep its blocks (None: run to the end). + engine frames.
 
-    transfer_id: names the KV transfer to the beta; None where there is none.
+    transfer_id: names the KV transfer to the beta; None where there is none. chunked: send KV while computing, not at the end.
     """
 
     request_id: str
     hand_off_at: int | None = None
     transfer_id: str | None = None
+    chunked: bool = True
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
     """Reserve blocks for `hand_off_at` tokens that `senders` will write; resume at `Continue`. + engine frames.
 
-    senders: the alpha instance's workers by tensor-parallel rank. Answered by `Granted` or `Refused`.
+    senders: the alpha instance's workers by tensor-parallel rank. Answered by `Granted` or `Refused`; what is granted may grow
+    (`Granted` again), and may be taken back until `Continue` (`Revoked`).
     """
 
     request_id: str
@@ -54,7 +56,11 @@ class Continue(msgspec.Struct, frozen=True, tag=True):
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
-    """Change the hand-off point of a running alpha; None lifts it, so that the instance finishes the request alone."""
+    """Change the hand-off point.
+
+    To an alpha: stop there, or as soon as possible if it is computed already; ignored once the alpha stands (`Parked` says
+    where). None lifts it, so that the instance finishes the request alone. To a beta: reserve up to there.
+    """
 
     request_id: str
     hand_off_at: int | None
@@ -72,22 +78,47 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class AddLora(msgspec.Struct, frozen=True, tag=True):
+    """Load a LoRA adapter from a path of the instance's machine; requests name it by `lora_int_id`. Answered by `LoraAdded`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+
 class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front-end is leaving: abort everything of its."""
 
 
-ToInstance = Hello | Run | Announce | Continue | Move | Release | Abort | Bye
+ToInstance = Hello | Run | Announce | Continue | Move | Release | Abort | AddLora | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Blocks are reserved; `cached_tokens` of them come from the instance's own prefix cache and will not be sent."""
+    """Blocks are reserved for the first `granted_tokens` tokens; `cached_tokens` of them come from the instance's own prefix
+    cache and will not be sent. Said again when the reservation has grown."""
 
     request_id: str
     cached_tokens: int
+    granted_tokens: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The request, or the reservation of its blocks, is not taken; nothing is held for it."""
+
+    request_id: str
+    reason: str
+
+
+class Revoked(msgspec.Struct, frozen=True, tag=True):
+    """The reservation is taken back, or cannot hold what the alpha has computed; `Ended` follows when its blocks are free."""
+
+    request_id: str
+    reason: str
+
+
+class Lifted(msgspec.Struct, frozen=True, tag=True):
+    """The alpha has stood at its hand-off point for too long, or too many do: the instance goes on with it alone."""
 
     request_id: str
     reason: str
@@ -102,9 +133,13 @@ class Parked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag=True):
-    """The beta has its KV and its tokens; the alpha is not needed any more."""
+    """The beta has its KV and its tokens; the alpha is not needed any more.
+
+    step_rest_ms: how long `Continue` waited for the end of the step that was running.
+    """
 
     request_id: str
+    step_rest_ms: float = 0.0
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +150,8 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     blocks: int
     bytes: int
     before_end: bool
-    at_s: float
+    age_ms: float
+    took_ms: float = 0.0
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -129,15 +165,26 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int
 
 
-Event = Granted | Refused | Parked | Resumed | Moved | Ended
+Event = Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended
+
+
+class MeasuredStep(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine step computed (`BatchShape` of `cost_model.h`) and how long it took."""
+
+    prefill_tokens: int
+    prefill_pairs: float
+    decodes: int
+    decode_context_tokens: int
+    measured_ms: float
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How busy an instance is, as its scheduler counts."""
+    """How busy an instance is, as its scheduler counts. steps: measured since the last load that had any; each is told once."""
 
     running_requests: int
     waiting_requests: int
     kv_cache_usage: float
+    steps: list[MeasuredStep] = []
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -157,7 +204,14 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     instance_epoch: str
 
 
-FromInstance = Step | Welcome
+class LoraAdded(msgspec.Struct, frozen=True, tag=True):
+    """error: why the adapter is not loaded; None: it is."""
+
+    lora_int_id: int
+    error: str | None
+
+
+FromInstance = Step | Welcome | LoraAdded
 
 
 class WorkerDescription(msgspec.Struct, frozen=True):

@@ -14,6 +14,8 @@ from dynaserve.step_latency import ProfileTable
 logger = logging.getLogger("vllm.dynaserve.profile")
 
 SAVE_INTERVAL_S = 30.0
+REST_INTERVAL_S = 1.0
+"""Before a rest it is saved sooner: vLLM may be killed at its end before it says so to its scheduler."""
 
 
 class ProfileKeeper:
@@ -29,11 +31,15 @@ class ProfileKeeper:
         self._saving: Future[None] | None = None
         self._saved_s: float | None = None
 
-    def save_now_and_then(self, now_s: float) -> None:
-        """Called after each step; writes a copy in a thread, at most each `SAVE_INTERVAL_S`."""
+    def save_now_and_then(self, now_s: float, *, resting: bool) -> None:
+        """Called while steps are taken; writes a copy in a thread, at most each `SAVE_INTERVAL_S`.
+
+        resting: no step will follow soon.
+        """
         if self._saved_s is None:
-            self._saved_s = now_s
-        if self.profile.table is None or now_s - self._saved_s < SAVE_INTERVAL_S or (self._saving and not self._saving.done()):
+            self._saved_s = now_s - REST_INTERVAL_S  # the first rest may come at once
+        interval_s = REST_INTERVAL_S if resting else SAVE_INTERVAL_S
+        if self.profile.table is None or now_s - self._saved_s < interval_s or (self._saving and not self._saving.done()):
             return
         self._saved_s = now_s
         self._saving = self._thread.submit(self._save, copy_of(self.profile.table))

@@ -19,13 +19,15 @@ class MicroRecord:
 
 @dataclass
 class KvRecord:
-    """The KV transfer. bytes_before_alpha_end: had left while the alpha was still computing."""
+    """The KV transfer. ..._before_alpha_end: of what had left while the alpha was still computing. push_ms: time to send it all."""
 
     transport: str
     block_bytes: int
     blocks: int = 0
     bytes: int = 0
     bytes_before_alpha_end: int = 0
+    push_ms: float = 0.0
+    push_ms_before_alpha_end: float = 0.0
     chunks: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -33,7 +35,13 @@ class KvRecord:
 class RequestRecord:
     """One sequence of a request. reason: why it was cut or not. lifted: why an announced hand-off did not happen.
 
-    timeline_ms: milliseconds from arrival to each phase, as the front-end saw it.
+    expected: of the answer's length and, under policies that predict, of its times and of the best uncut run (objective_ms,
+    whole_objective_ms), when it was placed.
+
+    split_token: where alpha stopped, once it has; before, where it is to stop. moves: how often that was changed on the way.
+
+    timeline_ms: milliseconds from arrival to each phase, as the front-end saw it. step_rest_ms: how long the hand-over waited
+    for the end of a step of beta's instance.
     """
 
     request_id: str
@@ -43,9 +51,12 @@ class RequestRecord:
     output_tokens: int = 0
     finish_reason: str | None = None
     lifted: str | None = None
+    moves: int = 0
+    step_rest_ms: float | None = None
     alpha: MicroRecord | None = None
     beta: MicroRecord | None = None
     kv: KvRecord | None = None
+    expected: dict[str, Any] = field(default_factory=dict)
     timeline_ms: dict[str, float] = field(default_factory=dict)
 
     def mark(self, phase: str, now_ms: float) -> None:

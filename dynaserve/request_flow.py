@@ -2,7 +2,10 @@
 
     WHOLE ------------------------------------------------------------> FINISHED
     ALPHA --Parked--> HANDING_OVER --Resumed--> BETA -----------------> FINISHED
-      \\--Refused--> WHOLE (lifted: the alpha finishes alone)
+      |                    |
+      +--------------------+--Refused, Revoked, Lifted, lift()--> WHOLE (the alpha finishes alone)
+
+`Parked` says where the alpha stopped: the hand-off point may have been moved up to then.
 
 Pure: no sockets, no clock, no engine.  `vllm_plugin.fleet_client` carries the instructions out.
 """
@@ -13,7 +16,7 @@ import enum
 from dataclasses import dataclass, field
 
 from dynaserve.global_scheduler import Placement
-from dynaserve.messages import Ended, Granted, Moved, Parked, Refused, Resumed
+from dynaserve.messages import Ended, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
 from dynaserve.records import KvRecord, MicroRecord, RequestRecord
 
 ENGINE_GAVE_UP = ("abort", "error")
@@ -48,7 +51,7 @@ class ClientGone:
     """The client left, or a stop string ended the request in the front-end."""
 
 
-Event = Tokens | Granted | Refused | Parked | Resumed | Moved | Ended | ClientGone
+Event = Tokens | Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended | ClientGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,12 @@ class SendContinue:
 
 
 @dataclass(frozen=True, slots=True)
-class SendLift:
+class SendMove:
+    """hand_off_at: None lifts the alpha's hand-off."""
+
+    side: Side
     instance_id: str
+    hand_off_at: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class Fail:
     reason: str
 
 
-Instruction = SendRun | SendAnnounce | SendContinue | SendLift | SendRelease | SendAbort | Forward | Fail
+Instruction = SendRun | SendAnnounce | SendContinue | SendMove | SendRelease | SendAbort | Forward | Fail
 
 
 @dataclass
@@ -109,7 +116,7 @@ class RequestFlow:
     state: State = State.WHOLE
     output_token_ids: list[int] = field(default_factory=list)
     granted: bool = False
-    parked: bool = False
+    parked_at: int | None = None
     released: bool = False
     live: set[Side] = field(default_factory=set)
     """Micro-requests that an instance still knows of."""
@@ -142,16 +149,18 @@ class RequestFlow:
                 return self._continue_if_ready(now_ms)
             case Refused(reason=reason):
                 return self._on_refused(side, reason, now_ms)
-            case Parked(cached_tokens=cached):
+            case Revoked(reason=reason):
+                return self._lift(reason, now_ms)
+            case Lifted(reason=reason):
+                return self._on_lifted(reason, now_ms)
+            case Parked(computed_tokens=computed, cached_tokens=cached):
                 self._micro(side).cached_tokens = cached
                 self.record.mark("alpha_parked", now_ms)
-                self.parked = True
+                self.parked_at = computed
                 return self._continue_if_ready(now_ms)
-            case Resumed():
-                self.record.mark("beta_resumed", now_ms)
-                if self.state is State.HANDING_OVER:
-                    self.state = State.BETA
-                return self._release()
+            case Resumed(step_rest_ms=step_rest_ms):
+                self.record.step_rest_ms = step_rest_ms
+                return self._on_resumed(now_ms)
             case Moved():
                 self._on_moved(event, now_ms)
                 return []
@@ -161,6 +170,8 @@ class RequestFlow:
                 return self._finish(None, now_ms)
 
     def _on_tokens(self, side: Side, tokens: Tokens, now_ms: float) -> list[Instruction]:
+        if tokens.finish_reason in ENGINE_GAVE_UP:
+            self.live.discard(side)
         expected = Side.BETA if self.state in (State.HANDING_OVER, State.BETA) else Side.ALPHA
         if self.state is State.FINISHED or side is not expected:
             return []  # late tokens of a micro-request that was released or aborted
@@ -169,30 +180,73 @@ class RequestFlow:
         self.output_token_ids += tokens.token_ids
         self.record.output_tokens = len(self.output_token_ids)
         self._micro(side).output_tokens += len(tokens.token_ids)
+        resumed = self._on_resumed(now_ms) if side is Side.BETA else []
         if tokens.finish_reason is None:
-            return [Forward()]
-        if tokens.finish_reason in ENGINE_GAVE_UP:
-            self.live.discard(side)
-        return [Forward(), *self._finish(tokens.finish_reason, now_ms, finished=side)]
+            return [Forward(), *resumed]
+        return [Forward(), *resumed, *self._finish(tokens.finish_reason, now_ms, finished=side)]
+
+    def _on_resumed(self, now_ms: float) -> list[Instruction]:
+        """Its tokens come before its `Resumed`: from the first of either on, the alpha cannot take over any more."""
+        if self.state is not State.HANDING_OVER:
+            return []
+        self.state = State.BETA
+        self.record.mark("beta_resumed", now_ms)
+        return self._release()
 
     def _continue_if_ready(self, now_ms: float) -> list[Instruction]:
-        if self.state is not State.ALPHA or not (self.parked and self.granted):
+        if self.state is not State.ALPHA or self.parked_at is None or not self.granted:
             return []
         assert self.placement.beta is not None
         self.state = State.HANDING_OVER
+        self.record.split_token = self.parked_at
         self.record.mark("continue_sent", now_ms)
-        return [SendContinue(self.placement.beta.instance_id, self.placement.split_token, list(self.output_token_ids))]
+        return [SendContinue(self.placement.beta.instance_id, self.parked_at, list(self.output_token_ids))]
 
     def _on_refused(self, side: Side, reason: str, now_ms: float) -> list[Instruction]:
         self.live.discard(side)
         if side is Side.BETA and self.state is State.ALPHA:
-            self.state = State.WHOLE
-            self.record.lifted = reason
-            self.record.mark("lifted", now_ms)
-            return [SendLift(self.placement.alpha.instance_id)]
-        if self.state is State.FINISHED:
+            return self._lift(reason, now_ms)
+        if self.state is State.FINISHED or side is Side.BETA:
             return []
         return [*self._finish("error", now_ms, finished=side), Fail(f"{self._micro(side).instance}: {reason}")]
+
+    def move(self, hand_off_at: int) -> list[Instruction]:
+        """Asks for another hand-off point; too late once the alpha stands or is lifted: then nothing is sent."""
+        if self.state is not State.ALPHA or self.parked_at is not None:
+            return []
+        assert self.placement.beta is not None
+        self.record.moves += 1
+        return [
+            SendMove(Side.ALPHA, self.placement.alpha.instance_id, hand_off_at),
+            SendMove(Side.BETA, self.placement.beta.instance_id, hand_off_at),
+        ]
+
+    def lift(self, now_ms: float) -> list[Instruction]:
+        """Lets the alpha finish alone, if the beta does not run yet."""
+        return self._lift("lifted by the front-end", now_ms)
+
+    def _lift(self, reason: str, now_ms: float) -> list[Instruction]:
+        """Whatever the beta has done since its `Continue` is not used: the alpha computes the same tokens."""
+        if self.state not in (State.ALPHA, State.HANDING_OVER):
+            return []
+        if Side.ALPHA not in self.live:  # it ended because the beta had everything, and now the beta is gone
+            return [*self._finish("error", now_ms), Fail(reason)]
+        self._to_whole(reason, now_ms)
+        return [SendMove(Side.ALPHA, self.placement.alpha.instance_id, None), *self._abort_beta()]
+
+    def _on_lifted(self, reason: str, now_ms: float) -> list[Instruction]:
+        if self.state not in (State.ALPHA, State.HANDING_OVER):
+            return []
+        self._to_whole(reason, now_ms)
+        return self._abort_beta()
+
+    def _to_whole(self, reason: str, now_ms: float) -> None:
+        self.state = State.WHOLE
+        self.record.lifted = reason
+        self.record.mark("lifted", now_ms)
+
+    def _abort_beta(self) -> list[Instruction]:
+        return [SendAbort(self._micro(Side.BETA).instance)] if Side.BETA in self.live else []
 
     def _on_moved(self, moved: Moved, now_ms: float) -> None:
         kv = self.record.kv
@@ -201,18 +255,25 @@ class RequestFlow:
         if moved.kind == "received":
             kv.blocks += moved.blocks
             kv.bytes += moved.bytes
-            kv.chunks.append({"blocks": moved.blocks, "bytes": moved.bytes, "at_ms": now_ms})
-        elif moved.before_end:
+            kv.chunks.append({"blocks": moved.blocks, "bytes": moved.bytes, "at_ms": round(now_ms - moved.age_ms, 3)})
+            return
+        kv.push_ms += moved.took_ms
+        if moved.before_end:
             kv.bytes_before_alpha_end += moved.bytes
+            kv.push_ms_before_alpha_end += moved.took_ms
 
     def _on_ended(self, side: Side, ended: Ended, now_ms: float) -> list[Instruction]:
         micro = self._micro(side)
         micro.computed_tokens, micro.cached_tokens = ended.computed_tokens, ended.cached_tokens
         self.live.discard(side)
-        released_alpha = side is Side.ALPHA and self.released
-        if self.state is State.FINISHED or released_alpha:
+        if self.state is State.FINISHED or (side is Side.BETA and self.state is State.WHOLE):
             return []
-        return [*self._finish("error", now_ms, finished=side), Fail(f"{micro.instance} ended the request without finishing it")]
+        if side is Side.ALPHA and self.state in (State.HANDING_OVER, State.BETA):
+            return []  # released, or preempted when its beta had everything
+        reason = f"{micro.instance} ended the request without finishing it"
+        if side is Side.BETA and self.state in (State.ALPHA, State.HANDING_OVER):
+            return self._lift(reason, now_ms)
+        return [*self._finish("error", now_ms, finished=side), Fail(reason)]
 
     def _finish(self, reason: str | None, now_ms: float, finished: Side | None = None) -> list[Instruction]:
         """Ends the request; every micro-request that did not end by itself is told to."""
@@ -222,7 +283,7 @@ class RequestFlow:
         self.record.finish_reason = reason or "abort"
         self.record.mark("finished", now_ms)
         if finished is Side.BETA:
-            return self._release()
+            return []  # its first token has released the alpha
         aborts: list[Instruction] = [SendAbort(self._micro(side).instance) for side in Side if side in self.live and side is not finished]
         return aborts
 

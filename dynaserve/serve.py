@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from dynaserve import fleet
+from dynaserve import fleet, latency_profile, length_predictor
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
-from dynaserve.global_scheduler import Options, parse_policy
+from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy, predicts
+from dynaserve.length_predictor import LengthPredictor
+from dynaserve.request_placer import RequestPlacer, step_share
 
 ENGINE = "vllm_plugin.frontend:serve"
 """The OpenAI server, by import string: this package does not import the engine's."""
@@ -22,15 +26,22 @@ class FrontendConfig:
     """What the front-end starts with: a fleet whose instances fit together."""
 
     instances: list[Instance]
-    policy: Options
+    placer: RequestPlacer
     transport: str
+    length_history: Path | None = None
 
 
 def add_arguments(parser: Any) -> None:
     """Adds the options of the front-end to an argparse parser."""
     group = parser.add_argument_group("DynaServe front-end")
     group.add_argument("--instances", nargs="+", required=True, metavar="URL", help="instances (vllm serve MODEL --plugin dynaserve)")
-    group.add_argument("--policy", default="colocated", help="colocated | disaggregated | fixed:RATIO (default: %(default)s)")
+    group.add_argument(
+        "--policy", default="colocated", help="colocated | disaggregated[:xPyD] | fixed:RATIO | dynamic | paper (default: %(default)s)"
+    )
+    group.add_argument("--latency-profile", type=Path, metavar="FILE", help="latency profile of the instances, for dynamic and paper")
+    group.add_argument("--length-history", type=Path, metavar="FILE", help="keeps the learnt lengths of answers for the next start")
+    group.add_argument("--fleet-tbt-slo-ms", type=float, default=100.0, help="for requests that name none (default: %(default)s)")
+    group.add_argument("--fleet-ttft-slo-ms", type=float, default=math.inf, help="for requests that name none (default: none)")
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
 
@@ -40,11 +51,33 @@ def configure(argv: list[str]) -> FrontendConfig:
     add_arguments(parser)
     args, _ = parser.parse_known_args(argv)
     try:
-        policy = parse_policy(args.policy)
+        policy = parse_policy(args.policy, len(args.instances))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    for name in ("fleet_tbt_slo_ms", "fleet_ttft_slo_ms"):
+        if not getattr(args, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of milliseconds above 0")
+    placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     instances = fleet.join(args.instances)
-    return FrontendConfig(instances, policy, fleet.choose_transport(instances, args.transport))
+    return FrontendConfig(instances, placer, fleet.choose_transport(instances, args.transport), args.length_history)
+
+
+def make_placer(policy: Options, profile: Path | None, history: Path | None, tbt_slo_ms: float, ttft_slo_ms: float) -> RequestPlacer:
+    """Raises ConfigError where a file cannot be read, or the policy needs one that is not named. A new history may be missing."""
+    lengths = length_predictor.load(history) if history is not None and history.exists() else LengthPredictor()
+    if not predicts(policy.policy):
+        return RequestPlacer(GlobalScheduler(policy), lengths, tbt_slo_ms=tbt_slo_ms, ttft_slo_ms=ttft_slo_ms)
+    if profile is None:
+        raise ConfigError(f"--policy {policy.policy.name} needs --latency-profile FILE, the latencies of the instances' steps")
+    table = latency_profile.load(profile)
+    return RequestPlacer(
+        GlobalScheduler(policy, table),
+        lengths,
+        predicts=True,
+        tbt_slo_ms=tbt_slo_ms,
+        ttft_slo_ms=ttft_slo_ms,
+        step_share=step_share(table.sigma),
+    )
 
 
 def main(argv: list[str]) -> None:

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.live_profile import LiveProfile
 from dynaserve.step_latency import BatchLimits, BatchShape, BudgetReason, PrefillBudget, PrefillWork, choose_budget, leaves_room_for_decode
 
-QUANTILE_SIGMAS = 2.33
-"""One step in a hundred is longer than the prediction by more than this many standard deviations of its error."""
-
 
 @dataclass(frozen=True, slots=True)
-class RunningDecode:
-    """due_s: when its next token has to be there, that is the time of its last one and its TBT SLO."""
+class RunningDecodes:
+    """The decodes of the next step. due_s: when the first of them has to be there (its last token's time plus its TBT SLO)."""
 
+    number: int
     context_tokens: int
     due_s: float
+
+
+NO_DECODES = RunningDecodes(0, 0, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +48,42 @@ class StepPlanner:
     max_tokens: int
     min_prefill_tokens: int
     unprofiled_prefill_tokens: int
+    margin: DeadlineMargin = field(default_factory=DeadlineMargin)
 
-    def plan(self, decodes: Sequence[RunningDecode], waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:
+    def observe(self, shape: BatchShape, predicted_ms: float | None, measured_ms: float) -> None:
+        """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
+        table = self.profile.table
+        # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
+        if table is not None and predicted_ms is not None and shape.decodes and shape.prefill_tokens:
+            self.margin.observe(predicted_ms, measured_ms, table.sigma)
+        self.profile.observe(shape, measured_ms)
+
+    def plan(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:
         """waiting: in the order in which they are computed."""
         table = self.profile.table
         if table is None:
             return self._unprofiled(decodes, waiting)
         limit_ms = math.inf
-        if decodes:
-            rest_ms = 1e3 * (min(decode.due_s for decode in decodes) - now_s)
-            limit_ms = max(0.0, rest_ms) * math.exp(-QUANTILE_SIGMAS * table.sigma)
-        shape = BatchShape(decodes=len(decodes), decode_context_tokens=sum(decode.context_tokens for decode in decodes))
+        if decodes.number:
+            limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * self.margin.share(table.sigma)
+        shape = BatchShape(decodes=decodes.number, decode_context_tokens=decodes.context_tokens)
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self.max_tokens, min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
 
-    def admits(self, contexts: Sequence[int], context_tokens: int, slo_ms: float) -> bool:
-        """Whether one more decode of `context_tokens` beside those of `contexts` leaves a step of them all within the SLO.
+    def admits(self, decodes: int, context_tokens: int, one_more_context: int, slo_ms: float) -> bool:
+        """Whether one more decode of `one_more_context` tokens beside `decodes` others of `context_tokens` together leaves a step
+        of them all within the SLO.
 
         One always runs alone, and nothing is refused before anything was measured.
         """
         table = self.profile.table
-        if table is None or not contexts:
+        if table is None or not decodes:
             return True
-        shape = BatchShape(decodes=len(contexts), decode_context_tokens=sum(contexts))
-        return leaves_room_for_decode(table, shape, context_tokens, slo_ms * math.exp(-QUANTILE_SIGMAS * table.sigma))
+        shape = BatchShape(decodes=decodes, decode_context_tokens=context_tokens)
+        return leaves_room_for_decode(table, shape, one_more_context, slo_ms * self.margin.share(table.sigma))
 
-    def _unprofiled(self, decodes: Sequence[RunningDecode], waiting: Sequence[PrefillWork]) -> StepPlan:
-        most = self.unprofiled_prefill_tokens if decodes else self.max_tokens
-        tokens = min(most, max(0, self.max_tokens - len(decodes)), sum(work.tokens for work in waiting))
+    def _unprofiled(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork]) -> StepPlan:
+        most = self.unprofiled_prefill_tokens if decodes.number else self.max_tokens
+        tokens = min(most, max(0, self.max_tokens - decodes.number), sum(work.tokens for work in waiting))
         return StepPlan(tokens, math.inf, None, None, late=False)

@@ -24,7 +24,7 @@ class Act:
     status: answers with that. delay_s: before each event. per_event: tokens in one event. usage: `each` event, `end` or `never`.
     cut_after, error_after, stop_after: after that many tokens the connection is cut, an error event is sent, or the answer ends.
     gather: nothing is answered before that many requests have come. lose: prompt tokens that are not counted, of prompts over 2.
-    strict: refuses fields of vLLM.
+    strict: refuses fields of vLLM. slots: requests that are answered at a time, the others wait in a queue; 0: all.
     """
 
     status: int = 200
@@ -37,6 +37,7 @@ class Act:
     gather: int = 0
     lose: int = 0
     strict: bool = False
+    slots: int = 0
 
 
 @dataclass
@@ -47,6 +48,7 @@ class CompletionServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
     gathered: asyncio.Event = field(default_factory=asyncio.Event)
+    slots: asyncio.Semaphore | None = None
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -76,7 +78,16 @@ class CompletionServer:
             if len(self.prompts) == act.gather:
                 self.gathered.set()
             await self.gathered.wait()
+        if act.slots and not is_probe:
+            self.slots = self.slots or asyncio.Semaphore(act.slots)
+            return StreamingResponse(_in_turn(self.slots, body, act), media_type="text/event-stream")
         return StreamingResponse(_events(body, Act(lose=act.lose, usage=act.usage) if is_probe else act), media_type="text/event-stream")
+
+
+async def _in_turn(slots: asyncio.Semaphore, body: dict[str, Any], act: Act) -> AsyncIterator[str]:
+    async with slots:
+        async for event in _events(body, act):
+            yield event
 
 
 async def _events(body: dict[str, Any], act: Act) -> AsyncIterator[str]:

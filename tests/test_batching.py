@@ -1,142 +1,31 @@
-"""The local scheduler over vLLM's real one, without weights: a machine of known speed on a virtual clock."""
+"""The local scheduler over vLLM's real one, on a virtual machine."""
 
 from __future__ import annotations
 
-import itertools
-import json
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402 - only where vLLM is
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
-
-from dynaserve.step_latency import Roofline  # noqa: E402
-from vllm_plugin.batching import SloScheduler  # noqa: E402
-from vllm_plugin.options import PLUGIN, PluginOptions  # noqa: E402
-
-BLOCK = 32
-MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 4096,
-    "vocab_size": 4096,
-    "torch_dtype": "float32",
-}
-
-
-class Engine:
-    """Runs the scheduler's batches on the virtual machine; `gaps_ms` are all gaps between tokens."""
-
-    def __init__(self, folder: Path, blocks: int, options: PluginOptions, **engine_args: Any) -> None:
-        args = EngineArgs(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            max_model_len=4096,
-            enforce_eager=True,
-            block_size=BLOCK,
-            max_num_batched_tokens=2048,
-            max_num_seqs=64,
-            additional_config={PLUGIN: options.to_config()},
-            **engine_args,
-        )
-        config = args.create_engine_config()
-        config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
-        self.blocks = blocks
-        self.scheduler = SloScheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
-        self.now_s = 0.0
-        self.scheduler.clock = lambda: self.now_s
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
-        self.token_times_s: dict[str, list[float]] = {}
-        self.order: list[str] = []
-
-    def add(self, name: str, prompt_tokens: int, output_tokens: int, *, like: str | None = None, priority: int = 0, **extra: Any) -> None:
-        """like: the name of a request whose prompt this one shares as far as it goes."""
-        params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, extra_args=extra or None)
-        params.update_from_generation_config({}, 2)
-        salt = sum(map(ord, like or name))
-        prompt = [(salt * 31 + i) % 4000 + 3 for i in range(prompt_tokens)]
-        self.scheduler.add_request(Request(name, prompt, params, None, priority=priority, block_hasher=self.hasher))
-
-    def step(self) -> dict[str, int]:
-        """Tokens of each request in the step."""
-        scheduler = self.scheduler
-        decodes = {r.request_id for r in scheduler.running if not r.is_prefill_chunk}
-        output = scheduler.schedule()
-        scheduled = dict(output.num_scheduled_tokens)
-        kept = {r.request_id for r in scheduler.running}
-        assert decodes & kept <= scheduled.keys(), "a decode waited"
-        shape = scheduler._shape_of(output)
-        self.now_s += MACHINE.step_ms(shape) / 1e3 if scheduled else 0.001
-        ids = list(scheduled)
-        sampled = [[7] if scheduler.requests[i].num_computed_tokens >= scheduler.requests[i].num_tokens else [] for i in ids]
-        answer = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={name: i for i, name in enumerate(ids)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        scheduler.update_from_output(output, answer)
-        for name, tokens in zip(ids, sampled, strict=True):
-            if tokens:
-                self.token_times_s.setdefault(name, []).append(self.now_s)
-                if len(self.token_times_s[name]) == 1:
-                    self.order.append(name)
-        return scheduled
-
-    def run(self, most_steps: int = 20_000) -> None:
-        for _ in range(most_steps):
-            if not self.scheduler.requests:
-                return
-            self.step()
-        raise AssertionError(f"not finished: {list(self.scheduler.requests)}")
-
-    def gaps_ms(self, since_s: float = 0.0) -> list[float]:
-        pairs = (pair for times in self.token_times_s.values() for pair in itertools.pairwise(times))
-        return [1e3 * (after - before) for before, after in pairs if before >= since_s]
-
-    def check_empty(self) -> None:
-        assert not self.scheduler.requests
-        assert not self.scheduler._last_token_s
-        assert not self.scheduler._under_way
-        assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.blocks - 1
+from dynaserve.step_report import BatchReport, read_log
+from dynaserve.token_deadlines import TokenCounts
+from tests.virtual_engine import Engine
+from vllm_plugin.batching import REPORT_KEY
+from vllm_plugin.options import PluginOptions
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     engines: list[Engine] = []
 
-    def make(blocks: int = 2000, tbt_slo_ms: float = 100.0, **engine_args: Any) -> Engine:
-        engines.append(Engine(tmp_path, blocks, PluginOptions(tbt_slo_ms=tbt_slo_ms), **engine_args))
+    def make(blocks: int = 2000, tbt_slo_ms: float = 100.0, ttft_slo_ms: float | None = None, **how: Any) -> Engine:
+        engines.append(Engine(tmp_path, blocks, PluginOptions(tbt_slo_ms=tbt_slo_ms, ttft_slo_ms=ttft_slo_ms), **how))
         return engines[-1]
 
     yield make
@@ -144,18 +33,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         engine.check_empty()
 
 
-def learn(engine: Engine) -> None:
-    """Steps of many kinds, so that the table knows the machine."""
-    for i in range(30):
-        engine.add(f"learn-{i}", 40 + 61 * i % 900, 3 + i % 17)
-    engine.run()
-    engine.token_times_s.clear()
-    engine.order.clear()
-
-
 def test_tokens_come_within_the_slo_while_long_prompts_arrive(make: Callable[..., Engine]) -> None:
     engine = make()
-    learn(engine)
+    engine.learn()
     for i in range(8):
         engine.add(f"decode-{i}", 20, 400)
     for i in range(10):
@@ -176,7 +56,7 @@ def test_without_decodes_the_whole_prompt_goes_into_one_step(make: Callable[...,
 
 def test_prompts_share_what_is_left_in_order_of_arrival(make: Callable[..., Engine]) -> None:
     engine = make()
-    learn(engine)
+    engine.learn()
     engine.add("decode", 20, 300)
     engine.step()
     engine.add("first", 1200, 1)
@@ -187,7 +67,7 @@ def test_prompts_share_what_is_left_in_order_of_arrival(make: Callable[..., Engi
 
 def test_prefill_progresses_when_decodes_alone_take_too_long(make: Callable[..., Engine]) -> None:
     engine = make(tbt_slo_ms=5.0)
-    learn(engine)
+    engine.learn()
     engine.add("decode", 20, 100)
     engine.step()
     engine.add("prompt", 64, 2)
@@ -197,7 +77,7 @@ def test_prefill_progresses_when_decodes_alone_take_too_long(make: Callable[...,
 
 def test_a_request_with_a_loose_slo_leaves_large_steps(make: Callable[..., Engine]) -> None:
     engine = make()
-    learn(engine)
+    engine.learn()
     largest = {}
     for name, slo_ms in (("tight", 60.0), ("loose", 5000.0)):
         engine.add(f"{name}-decode", 20, 40, dynaserve_tbt_ms=slo_ms)
@@ -223,7 +103,7 @@ def test_an_impossible_slo_that_reached_the_engine_is_told_and_ignored(
 
 def test_a_prompt_waits_while_its_decode_would_break_the_slo(make: Callable[..., Engine]) -> None:
     engine = make(tbt_slo_ms=20.0)
-    learn(engine)
+    engine.learn()
     for i in range(60):
         engine.add(f"r{i}", 30, 60)
     running = 0
@@ -258,10 +138,194 @@ def test_a_cached_prefix_is_not_computed_again(make: Callable[..., Engine]) -> N
 
 def test_priorities_are_kept(make: Callable[..., Engine]) -> None:
     engine = make(scheduling_policy="priority")
-    learn(engine)
+    engine.learn()
     engine.add("decode", 20, 200)
     engine.step()
     engine.add("later", 800, 1, priority=5)
     engine.add("urgent", 800, 1, priority=1)
     engine.run()
     assert engine.order == ["decode", "urgent", "later"]
+
+
+def test_a_prompt_that_would_overtake_waits_behind_those_that_are_due_earlier(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.learn()
+    engine.add("decode", 20, 200)
+    engine.step()
+    engine.add("patient", 800, 1)
+    engine.add("urgent", 800, 1, dynaserve_ttft_ms=500)
+    engine.run()
+    assert engine.order == ["decode", "urgent", "patient"]
+
+
+def test_a_patient_prompt_is_overtaken_for_a_while_only(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.learn()
+    engine.add("decode", 20, 3000)
+    engine.step()
+    engine.add("patient", 800, 1)
+    number, began_s = 0, engine.now_s
+    while "patient" not in engine.token_times_s:
+        if sum(request.num_prompt_tokens == 800 for request in engine.scheduler.waiting) < 3:
+            number += 1
+            engine.add(f"urgent-{number}", 800, 1, dynaserve_ttft_ms=2000)
+        engine.step()
+    assert number > 3
+    assert engine.token_times_s["patient"][0] - began_s < 15
+    engine.run()
+
+
+def test_first_tokens_are_counted_against_the_ttft_slo(make: Callable[..., Engine]) -> None:
+    engine = make(ttft_slo_ms=300.0)
+    engine.learn()
+    reported(engine)
+    engine.add("short", 100, 1)
+    engine.run()
+    engine.add("long", 2000, 1)
+    engine.add("long, but patient", 2000, 1, dynaserve_ttft_ms=60_000)
+    engine.run()
+    tokens = reported(engine).tokens
+    assert (tokens.first_tokens, tokens.first_tokens_in_time) == (3, 2)
+
+
+def reported(engine: Engine) -> BatchReport:
+    """Everything that was reported since the last call."""
+    reports = [msgspec.convert(carrier.kv_transfer_params[REPORT_KEY], BatchReport) for carrier in engine.carriers]
+    engine.carriers.clear()
+    tokens = TokenCounts(*(sum(getattr(r.tokens, f.name) for r in reports) for f in dataclasses.fields(TokenCounts)))
+    return BatchReport([step for report in reports for step in report.steps], tokens)
+
+
+def test_every_step_and_every_token_is_reported_once(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.learn()
+    report = reported(engine)
+    assert len(report.steps) > 20
+    assert report.tokens.next_tokens == sum(2 + i % 17 for i in range(30))
+    engine.add("a", 300, 5)
+    engine.run()
+    report = reported(engine)
+    assert [step.measured.prefill_tokens for step in report.steps] == [300, 0, 0, 0, 0]
+    assert [step.measured.decodes for step in report.steps] == [0, 1, 1, 1, 1]
+    assert [step.measured.measured_ms for step in report.steps] == pytest.approx(engine.steps_ms)
+    assert {step.reason for step in report.steps} == {"all_work"}
+    assert report.tokens == TokenCounts(next_tokens=4, next_tokens_in_time=4)
+
+
+def test_tokens_beyond_the_slo_and_late_steps_are_reported(make: Callable[..., Engine]) -> None:
+    engine = make(tbt_slo_ms=5.0)
+    engine.learn()
+    engine.add("decode", 20, 50)
+    engine.step()
+    reported(engine)
+    engine.add("prompt", 64, 2)
+    engine.run()
+    report = reported(engine)
+    assert report.tokens.next_tokens == 50
+    assert report.tokens.next_tokens_in_time == 0
+    assert sum(step.late for step in report.steps) > 40
+
+
+def test_a_prompt_begins_when_its_first_token_is_due_even_if_decodes_alone_are_late(make: Callable[..., Engine]) -> None:
+    engine = make(tbt_slo_ms=5.0)
+    engine.learn()
+    engine.add("decode", 20, 300)
+    engine.step()
+    engine.add("prompt", 64, 1, dynaserve_ttft_ms=400)
+    began_s = engine.now_s
+    reasons = set()
+    while "prompt" in engine.scheduler.requests:
+        engine.step()
+        reasons |= {step.reason for step in reported(engine).steps}
+    assert 0.4 < engine.token_times_s["prompt"][0] - began_s < 0.8
+    assert "minimum_share" in reasons
+    engine.run()
+
+
+def test_a_slow_spell_of_the_machine_is_followed(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.learn()
+    for i in range(4):
+        engine.add(f"decode-{i}", 20, 800)
+    for i in range(40):
+        engine.add(f"long-{i}", 800, 3)
+    for slowness in (1.0, 1.8):
+        engine.slowness = slowness
+        for _ in range(60):
+            engine.step()
+        since_s = engine.now_s
+        for _ in range(100):
+            engine.step()
+        gaps = engine.gaps_ms(since_s)
+        assert sum(gap <= 100.0 for gap in gaps) >= 0.97 * len(gaps), slowness
+    engine.run()
+
+
+def test_batches_that_are_formed_while_one_runs_keep_the_slo_too(make: Callable[..., Engine]) -> None:
+    engine = make(pipelined=True)
+    engine.learn()
+    for i in range(8):
+        engine.add(f"decode-{i}", 20, 400)
+    for i in range(10):
+        for _ in range(30):
+            engine.step()
+        engine.add(f"long-{i}", 2000, 5)
+    engine.run()
+    gaps = engine.gaps_ms()
+    assert sum(gap <= 100.0 for gap in gaps) >= 0.99 * len(gaps)
+    assert {len(times) for times in engine.token_times_s.values()} == {400, 5}
+
+
+def test_pipelined_steps_are_measured_one_by_one(make: Callable[..., Engine]) -> None:
+    engine = make(pipelined=True)
+    engine.learn()
+    reported(engine)
+    for i in range(4):
+        engine.add(f"r{i}", 50, 30)
+    engine.run()
+    measured = [step.measured.measured_ms for step in reported(engine).steps]
+    assert sum(measured) == pytest.approx(sum(engine.steps_ms), rel=0.05)
+
+
+def test_tokens_that_decodes_speculate_are_counted(make: Callable[..., Engine]) -> None:
+    engine = make(draft_tokens=3)
+    engine.learn()
+    for i in range(5):
+        engine.add(f"decode-{i}", 20, 200)
+    while any(len(engine.token_times_s.get(f"decode-{i}", ())) < 2 for i in range(5)):
+        engine.step()
+    engine.add("long", 2000, 1)
+    shares = []
+    while "long" in engine.scheduler.requests:
+        scheduled = engine.step()
+        shares.append(scheduled.get("long", 0))
+        decoding = [tokens for name, tokens in scheduled.items() if name.startswith("decode") and name in engine.scheduler.requests]
+        assert decoding == [4] * len(decoding), "a decode lost what it speculates"
+    assert len(shares) > 1
+    engine.run()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_every_prompt_gets_its_turn_however_many_come(make: Callable[..., Engine], pipelined: bool) -> None:
+    engine = make(tbt_slo_ms=40.0, pipelined=pipelined)
+    engine.learn()
+    for i in range(150):
+        engine.add(f"r{i}", 30 + 37 * i % 400, 1 + 7 * i % 60)
+        for _ in range(2):
+            engine.step()
+    engine.run()
+    assert len(engine.token_times_s) == 150
+    assert engine.order[0] == "r0"
+
+
+def test_the_steps_of_a_run_can_be_written_to_a_file(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, options=PluginOptions(step_log=str(tmp_path / "steps.csv")))
+    engine.add("a", 300, 5)
+    engine.run()
+    engine.scheduler.shutdown()
+    written, told = list(read_log(tmp_path / "steps.csv")), reported(engine).steps
+    assert [step.measured for step in written] == [step.measured for step in told]
+    assert [(step.predicted_ms, step.limit_ms, step.budget_tokens, step.reason, step.late) for step in written] == [
+        (step.predicted_ms, step.limit_ms, step.budget_tokens, step.reason, step.late) for step in told
+    ]
+    assert [step.at_s for step in written] == pytest.approx([step.at_s for step in told], abs=1e-6)

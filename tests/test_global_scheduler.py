@@ -22,6 +22,7 @@ from dynaserve.global_scheduler import (
     Policy,
     RequestSpec,
     parse_policy,
+    predicts,
 )
 
 MakeScheduler: TypeAlias = Callable[..., GlobalScheduler]
@@ -30,7 +31,12 @@ INSTANCE_IDS = ["a", "b", "c", "d", "e"]
 CUT = {PlacementReason.forced, PlacementReason.policy}
 
 ratios = st.floats(0.0, 1.0)
-all_options = st.builds(Options, st.sampled_from(list(Policy)), ratios)
+all_options = st.builds(
+    Options,
+    st.sampled_from([policy for policy in Policy if not predicts(policy)]),
+    ratios,
+    prefill_instances=st.integers(0, 6),
+)
 
 
 @st.composite
@@ -192,16 +198,45 @@ def test_ratio_outside_the_unit_interval_is_refused(ratio: float) -> None:
         ("disaggregated", Options(Policy.disaggregated)),
         ("fixed:0.3", Options(Policy.fixed, 0.3)),
         ("fixed:1", Options(Policy.fixed, 1.0)),
+        ("disaggregated:1P3D", Options(Policy.disaggregated, prefill_instances=1)),
+        ("dynamic", Options(Policy.dynamic)),
+        ("paper", Options(Policy.paper)),
     ],
 )
 def test_policy_text_becomes_options(text: str, options: Options) -> None:
     assert parse_policy(text) == options
 
 
-@pytest.mark.parametrize("text", ["", "Colocated", "colocated:1", "fixed", "fixed:", "fixed:x", "fixed:1.5", "fixed:-0.1", "fixed:nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Colocated",
+        "colocated:1",
+        "fixed",
+        "fixed:",
+        "fixed:x",
+        "fixed:1.5",
+        "fixed:-0.1",
+        "fixed:nan",
+        "disaggregated:0P2D",
+        "dynamic:1",
+    ],
+)
 def test_unknown_policy_text_is_refused_with_the_accepted_forms(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^policy is '{text}'; accepted are 'colocated', 'disaggregated' and 'fixed:RATIO'"):
+    with pytest.raises(ValueError, match=rf"^policy is '{text}'; accepted are 'colocated', 'disaggregated', "):
         parse_policy(text)
+
+
+def test_disaggregation_for_another_number_of_instances_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^policy is 'disaggregated:1P3D', for 4 instances; there are 2$"):
+        parse_policy("disaggregated:1P3D", 2)
+
+
+@pytest.mark.parametrize("policy", [Policy.dynamic, Policy.paper])
+def test_a_policy_that_predicts_is_refused_without_a_profile(policy: Policy) -> None:
+    with pytest.raises(ValueError, match=r"^a policy that predicts needs a latency profile$"):
+        GlobalScheduler(Options(policy))
 
 
 # --- properties over all requests, policies and fleets
@@ -301,7 +336,8 @@ class Model:
         if self.options.policy is not Policy.disaggregated or len(accepting) == 1:
             return accepting, accepting
         half = max(1, len(accepting) // 2)
-        return accepting[:half], accepting[half:]
+        prefilling = min(self.options.prefill_instances, len(accepting) - 1) or half
+        return accepting[:prefilling], accepting[prefilling:]
 
     def _split(self, request: RequestSpec, num_instances: int) -> tuple[PlacementReason, int]:
         split = self._policy_split(request) if request.forced_split is None else request.forced_split

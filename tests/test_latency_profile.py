@@ -10,6 +10,7 @@ import pytest
 
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey, load, save
+from dynaserve.profile_keeper import copy_of
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline, prefill_pairs
 
 KEY = ProfileKey(model="m", dtype="float32", device="a laptop", parallelism="tp1", vllm_version="0.32.0")
@@ -45,7 +46,8 @@ def change(path: Path, **fields: Any) -> None:
 
 def test_a_table_comes_back_as_it_was_saved(path: Path, table: ProfileTable) -> None:
     loaded = load(path, KEY)
-    assert [loaded.step_ms(shape) for shape in SHAPES] == [table.step_ms(shape) for shape in SHAPES]
+    kept = copy_of(table)  # without what the last few steps had in common
+    assert [loaded.step_ms(shape) for shape in SHAPES] == [kept.step_ms(shape) for shape in SHAPES]
     assert (loaded.bins(), loaded.sigma, loaded.roofline) == (table.bins(), table.sigma, table.roofline)
 
 

@@ -13,6 +13,7 @@ from dynaserve.errors import ConfigError
 
 pytest.importorskip("vllm")
 from vllm_plugin import patches
+from vllm_plugin.options import PluginOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -67,17 +68,8 @@ def test_the_flag_turns_the_instance_on() -> None:
     state = json.loads(done.stdout.splitlines()[-1])
     assert state["scheduler"] == "vllm_plugin.scheduler.make_scheduler"
     assert state["connector"] == "DynaServeConnector"
-    assert state["additional"] == {
-        "dynaserve": {
-            "host": "127.0.0.1",
-            "port": 7777,
-            "transports": ["mooncake", "torch"],
-            "batching": "vllm",
-            "tbt_slo_ms": 100.0,
-            "min_prefill_tokens": 16,
-            "profile": None,
-        }
-    }
+    expected = PluginOptions(port=7777, transports=("mooncake", "torch")).to_config()
+    assert state["additional"] == {"dynaserve": json.loads(json.dumps(expected))}
     assert state["outputs_hook"]
     assert state["wrapped"]
 
@@ -114,3 +106,13 @@ def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch, path: str
     monkeypatch.setitem(patches._EXPECTED, path, ("self", "something_else"))
     with pytest.raises(ConfigError, match=f"something_else.*{found}"):
         patches.check_vllm()
+
+
+def test_the_front_end_keeps_its_own_slos_beside_the_options_of_an_instance() -> None:
+    from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+
+    from vllm_plugin.frontend import make_parser
+
+    args = make_parser().parse_args(["m", "--instances", "http://a", "--tbt-slo-ms", "50"])
+    assert args.tbt_slo_ms == 50.0
+    assert get_non_default_args(args)["tbt_slo_ms"] == 50.0, "vLLM builds its parser a second time"

@@ -9,7 +9,7 @@ import pytest
 from dynaserve import latency_profile
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey
-from dynaserve.profile_keeper import SAVE_INTERVAL_S, ProfileKeeper
+from dynaserve.profile_keeper import REST_INTERVAL_S, SAVE_INTERVAL_S, ProfileKeeper
 from dynaserve.step_latency import BatchShape
 
 KEY = ProfileKey(model="m", dtype="float32", device="d", parallelism="tp1", vllm_version="0.32.0")
@@ -34,14 +34,28 @@ def test_the_next_start_knows_what_the_last_one_learnt(tmp_path: Path) -> None:
 def test_it_is_saved_while_the_engine_runs_but_not_each_step(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     keeper = ProfileKeeper(path, KEY)
-    keeper.save_now_and_then(0.0)
+    keeper.save_now_and_then(0.0, resting=False)
     learn(keeper)
-    keeper.save_now_and_then(SAVE_INTERVAL_S / 2)
+    keeper.save_now_and_then(SAVE_INTERVAL_S / 2, resting=False)
     assert not path.exists()
-    keeper.save_now_and_then(SAVE_INTERVAL_S)
+    keeper.save_now_and_then(SAVE_INTERVAL_S, resting=False)
     assert keeper._saving is not None
     keeper._saving.result(timeout=30)
     assert latency_profile.load(path, KEY).step_ms(STEP) == pytest.approx(25.0, rel=0.05)
+    keeper.close()
+
+
+def test_what_was_learnt_is_saved_before_a_rest(tmp_path: Path) -> None:
+    keeper = ProfileKeeper(tmp_path / "p.json", KEY)
+    keeper.save_now_and_then(0.0, resting=False)
+    learn(keeper)
+    keeper.save_now_and_then(0.5, resting=True)
+    assert keeper._saving is not None
+    keeper._saving.result(timeout=30)
+    assert (tmp_path / "p.json").exists()
+    first = keeper._saving
+    keeper.save_now_and_then(0.5 + REST_INTERVAL_S / 2, resting=True)
+    assert keeper._saving is first, "too soon"
     keeper.close()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason
-from dynaserve.messages import Ended, Event, Granted, Moved, Parked, Refused, Resumed
+from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
 from dynaserve.request_flow import (
     ClientGone,
     Fail,
@@ -18,7 +19,7 @@ from dynaserve.request_flow import (
     SendAbort,
     SendAnnounce,
     SendContinue,
-    SendLift,
+    SendMove,
     SendRelease,
     SendRun,
     Side,
@@ -28,6 +29,7 @@ from dynaserve.request_flow import (
 )
 
 ALPHA, BETA = Side.ALPHA, Side.BETA
+LIFT = SendMove(ALPHA, "a", None)
 
 
 def cut_flow(split: int = 105) -> RequestFlow:
@@ -74,7 +76,7 @@ def test_beta_waits_for_its_grant() -> None:
 
 def test_a_refused_hand_off_is_lifted_and_alpha_finishes_alone() -> None:
     flow = running(cut_flow())
-    assert tell(flow, BETA, Refused("r", "full")) == [SendLift("a")]
+    assert tell(flow, BETA, Refused("r", "full")) == [LIFT]
     assert tell(flow, ALPHA, Tokens([7], "stop")) == [Forward()]
     assert flow.record.lifted == "full"
     tell(flow, ALPHA, Ended("r", 100, 0))
@@ -109,9 +111,72 @@ def test_a_beta_that_finishes_in_the_step_of_its_resumption_releases_alpha_once(
     assert tell(flow, BETA, Tokens([9], "length"), Resumed("r")) == [Forward(), SendRelease("a")]
 
 
+def test_a_moved_hand_off_is_told_to_both_and_happens_where_alpha_stopped() -> None:
+    flow = running(cut_flow())
+    assert flow.move(110) == [SendMove(ALPHA, "a", 110), SendMove(BETA, "b", 110)]
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Tokens([7], None), Tokens([8], None))
+    assert tell(flow, ALPHA, Parked("r", 101)) == [SendContinue("b", 101, [7, 8])], "the move came too late"
+    assert flow.record.split_token == 101
+    assert flow.move(112) == []
+
+
+@given(before=st.lists(st.sampled_from([Granted("r", 0), Parked("r", 105)]), unique=True))
+def test_a_revoked_reservation_lifts_the_hand_off_at_any_time(before: list[Event]) -> None:
+    flow = running(cut_flow())
+    for event in before:
+        tell(flow, BETA if isinstance(event, Granted) else ALPHA, event)
+    assert tell(flow, BETA, Revoked("r", "needed")) == [LIFT, SendAbort("b")]
+    assert tell(flow, BETA, Ended("r", 0, 0)) == []
+    assert tell(flow, ALPHA, Tokens([7], "stop")) == [Forward()]
+
+
+def test_an_alpha_that_its_instance_has_lifted_finishes_alone() -> None:
+    flow = running(cut_flow())
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Parked("r", 105))
+    assert tell(flow, ALPHA, Lifted("r", "too long")) == [SendAbort("b")]
+    assert tell(flow, BETA, Tokens([9], None), Resumed("r")) == [], "what beta computes now, alpha computes too"
+    assert tell(flow, ALPHA, Tokens([9], None)) == [Forward()]
+
+
+def test_a_beta_that_has_spoken_cannot_be_lifted() -> None:
+    flow = running(cut_flow())
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Parked("r", 105))
+    assert tell(flow, BETA, Tokens([9], None)) == [Forward(), SendRelease("a")]
+    assert tell(flow, ALPHA, Lifted("r", "too long"), Tokens([9], None), Ended("r", 100, 0)) == []
+    assert flow.lift(1.0) == []
+
+
+def test_an_alpha_may_end_when_beta_has_everything() -> None:
+    flow = running(cut_flow())
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Parked("r", 105))
+    assert tell(flow, ALPHA, Ended("r", 105, 0)) == []
+    assert tell(flow, BETA, Tokens([9], "length"), Ended("r", 1, 0)) == [Forward()]
+    assert flow.over
+
+
+def test_a_request_that_both_instances_have_lost_fails() -> None:
+    flow = running(cut_flow())
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Parked("r", 105), Ended("r", 105, 0))
+    assert [type(i) for i in tell(flow, BETA, Revoked("r", "gone"))] == [SendAbort, Fail]
+
+
 def test_an_instance_that_drops_a_request_fails_it() -> None:
     flow = running(whole_flow())
     assert [type(i) for i in tell(flow, ALPHA, Ended("r", 3, 0))] == [Fail]
+
+
+def test_an_instance_that_gives_up_a_half_that_nobody_listens_to_is_forgotten() -> None:
+    flow = running(cut_flow())
+    tell(flow, ALPHA, ClientGone())
+    tell(flow, BETA, Tokens([], "error"))
+    assert not flow.over
+    tell(flow, ALPHA, Ended("r", 0, 0))
+    assert flow.over
 
 
 def test_the_record_counts_bytes_once_and_overlap_apart() -> None:
@@ -131,65 +196,132 @@ def test_recomputed_tokens_are_what_both_sides_did_too_much() -> None:
     assert flow.record.recomputed_tokens == 30
 
 
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), outputs=st.integers(1, 12), alpha_outputs=st.integers(0, 12), refuse=st.booleans(), leave=st.booleans())
-def test_every_order_of_events_forwards_each_token_once_and_ends(
-    seed: int, outputs: int, alpha_outputs: int, refuse: bool, leave: bool
-) -> None:
-    """Two instances that answer instructions in their own time; each keeps the order of its own messages."""
-    rng = random.Random(seed)
-    alpha_outputs = min(alpha_outputs, outputs - 1)
-    flow = cut_flow(split=99 + alpha_outputs if alpha_outputs else 50)
-    queues: dict[Side, list[Event | Tokens]] = {ALPHA: [], BETA: []}
-    forwarded: list[int] = []
-    live = {ALPHA: True, BETA: True}
+@dataclass
+class Instances:
+    """Two instances that answer in their own time; each keeps the order of its own messages. Tokens are 0, 1, 2 ..."""
 
-    def end(side: Side) -> None:
-        if live[side]:
-            live[side] = False
-            queues[side].append(Ended("r", 0, 0))
+    prompt: int
+    outputs: int
+    stop_at: int
+    rng: random.Random
+    refuse: bool
+    queues: dict[Side, list[Event | Tokens]] = field(default_factory=lambda: {ALPHA: [], BETA: []})
+    live: dict[Side, bool] = field(default_factory=lambda: {ALPHA: True, BETA: True})
+    computed: int = 0
+    parked: bool = False
+    lifted: bool = False
+    continued: bool = False
 
-    def tokens(side: Side, first: int, until: int) -> None:
-        for token in range(first, until):
-            queues[side].append(Tokens([token], "length" if token == outputs - 1 else None))
+    def say(self, side: Side, *events: Event | Tokens) -> None:
+        if self.live[side]:
+            self.queues[side] += events
 
-    def obey(instruction: Instruction) -> None:
+    def end(self, side: Side) -> None:
+        self.say(side, Ended("r", 0, 0))
+        self.live[side] = False
+
+    def token(self, side: Side, token: int) -> None:
+        last = token == self.outputs - 1
+        self.say(side, Tokens([token], "length" if last else None))
+        if last:
+            self.end(side)
+
+    def compute(self) -> None:
+        """One step of alpha."""
+        self.computed = min(self.computed + 60, self.prompt) if self.computed < self.prompt else self.computed + 1
+        self.computed = self.computed if self.lifted else min(self.computed, self.stop_at)
+        if self.computed >= self.prompt:
+            self.token(ALPHA, self.computed - self.prompt)
+        if not self.lifted and self.computed == self.stop_at:
+            self.parked = True
+            self.say(ALPHA, Parked("r", self.computed))
+
+    def can_compute(self) -> bool:
+        return self.live[ALPHA] and not self.parked
+
+    def whim(self) -> None:
+        """What an instance may do of its own accord."""
+        if self.rng.random() < 0.5 and self.parked and not self.lifted:
+            self.lifted, self.parked = True, False
+            self.say(ALPHA, Lifted("r", "too long"))
+        elif not self.continued and self.live[BETA] and not self.refuse:
+            self.say(BETA, Revoked("r", "needed"))
+            self.end(BETA)
+
+    def obey(self, instruction: Instruction) -> None:
         match instruction:
-            case SendRun():
-                tokens(ALPHA, 0, alpha_outputs)
-                queues[ALPHA].append(Parked("r", 0))
             case SendAnnounce():
-                live[BETA] = not refuse
-                queues[BETA].append(Refused("r", "full") if refuse else Granted("r", 0))
-            case SendLift():
-                tokens(ALPHA, alpha_outputs, outputs)
-                end(ALPHA)
-            case SendContinue(output_token_ids=known):
-                assert known == list(range(alpha_outputs))
-                queues[BETA].append(Resumed("r"))
-                tokens(BETA, alpha_outputs, outputs)
-                end(BETA)
+                self.say(BETA, Refused("r", "full") if self.refuse else Granted("r", 0))
+                self.live[BETA] = not self.refuse
+            case SendMove(side=Side.ALPHA, hand_off_at=None):
+                self.lifted, self.parked = True, False
+            case SendMove(side=Side.ALPHA, hand_off_at=int(at)) if not self.parked and not self.lifted:
+                self.stop_at = max(at, self.computed + 1)
+            case SendContinue(hand_off_at=at, output_token_ids=known) if self.live[BETA]:
+                assert (at, known) == (self.stop_at, list(range(max(0, at - self.prompt + 1))))
+                self.continued = True
+                for token in range(len(known), self.outputs):
+                    self.token(BETA, token)
+                    if token == len(known):
+                        self.queues[BETA].append(Resumed("r"))
             case SendRelease():
-                end(ALPHA)
+                self.end(ALPHA)
             case SendAbort(instance_id=name):
-                end(ALPHA if name == "a" else BETA)
+                self.end(ALPHA if name == "a" else BETA)
 
-    for instruction in flow.start():
-        obey(instruction)
-    left = False
-    while any(queues.values()):
-        if leave and not left and rng.random() < 0.1:
-            left = True
-            side, event = ALPHA, ClientGone()
-        else:
-            side = rng.choice([s for s in queues if queues[s]])
-            event = queues[side].pop(0)  # type: ignore[assignment]
-        for instruction in flow.handle(side, event, now_ms=1.0):
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    outputs=st.integers(1, 12),
+    stop_at=st.integers(1, 115),
+    refuse=st.booleans(),
+    whims=st.integers(0, 2),
+    moves=st.integers(0, 3),
+    lift=st.booleans(),
+    leave=st.booleans(),
+)
+def test_every_order_of_events_forwards_each_token_once_and_ends(
+    seed: int, outputs: int, stop_at: int, refuse: bool, whims: int, moves: int, lift: bool, leave: bool
+) -> None:
+    rng = random.Random(seed)
+    flow = cut_flow(split=stop_at)
+    instances = Instances(100, outputs, stop_at, rng, refuse)
+    forwarded: list[int] = []
+
+    def carry_out(instructions: list[Instruction], event: object = None) -> None:
+        for instruction in instructions:
             assert not isinstance(instruction, Fail)
             if isinstance(instruction, Forward):
                 assert isinstance(event, Tokens)
-                forwarded += event.token_ids
-            obey(instruction)
+                forwarded.extend(event.token_ids)
+            instances.obey(instruction)
+
+    def hear(side: Side) -> None:
+        event = instances.queues[side].pop(0)
+        carry_out(flow.handle(side, event, now_ms=1.0), event)
+
+    carry_out(flow.start())
+    asks = ["whim"] * whims + ["move"] * moves + ["lift"] * lift + ["leave"] * leave
+    left = False
+    while any(instances.queues.values()) or instances.can_compute():
+        able = [side for side in Side if instances.queues[side]] + ["compute"] * instances.can_compute() + asks
+        match rng.choice(able):
+            case Side() as side:
+                hear(side)
+            case "compute":
+                instances.compute()
+            case ask:
+                asks.remove(ask)
+                if ask == "whim":
+                    instances.whim()
+                elif ask == "move":
+                    carry_out(flow.move(rng.randint(1, 115)))
+                elif ask == "lift":
+                    carry_out(flow.lift(now_ms=1.0))
+                else:
+                    left = True
+                    carry_out(flow.handle(ALPHA, ClientGone(), now_ms=1.0))
     assert forwarded == list(range(len(forwarded))), "a token is missing, or came twice"
     assert left or len(forwarded) == outputs
     assert flow.state is State.FINISHED

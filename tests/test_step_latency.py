@@ -252,10 +252,25 @@ def test_what_was_learnt_can_be_carried_to_another_table() -> None:
     for shape, ms in noisy_steps(rng, 100, 1.3):
         table.observe(shape, ms)
     copy.restore(table.bins(), table.log_scale, table.sigma)
-    for _ in range(50):
-        shape = random_shape(rng)
-        assert copy.step_ms(shape) == table.step_ms(shape)
+    shapes = [random_shape(rng) for _ in range(50)]
+    of_the_last_steps = table.step_ms(shapes[0]) / copy.step_ms(shapes[0])
+    assert 0.8 < of_the_last_steps < 1.25
+    for shape in shapes:
+        assert table.step_ms(shape) == pytest.approx(of_the_last_steps * copy.step_ms(shape))
     assert copy.sigma == table.sigma
+
+
+def test_what_the_last_steps_had_in_common_is_expected_of_the_next_and_soon_forgotten() -> None:
+    table = ProfileTable(A100_14B)
+    shape = BatchShape(decodes=20, decode_context_tokens=20_000)
+    for _ in range(300):
+        table.observe(shape, 20.0)
+    for _ in range(5):
+        table.observe(shape, 20.0 * 1.025)
+    assert table.step_ms(shape) == pytest.approx(20.0 * 1.025, rel=0.01)
+    for _ in range(10):
+        table.observe(shape, 20.0)
+    assert table.step_ms(shape) == pytest.approx(20.0, rel=0.005)
 
 
 @pytest.mark.parametrize(

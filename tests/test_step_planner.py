@@ -9,7 +9,7 @@ import pytest
 
 from dynaserve.live_profile import LEAST_SAMPLES, MOST_SAMPLES, WARM_UP_STEPS, LiveProfile
 from dynaserve.step_latency import BatchShape, BudgetReason, PrefillWork, ProfileTable, Roofline, prefill_pairs
-from dynaserve.step_planner import RunningDecode, StepPlan, StepPlanner
+from dynaserve.step_planner import NO_DECODES, RunningDecodes, StepPlan, StepPlanner
 
 MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
 SLO_S = 0.1
@@ -19,21 +19,21 @@ def planner(table: ProfileTable | None = None) -> StepPlanner:
     return StepPlanner(LiveProfile(table), max_tokens=2048, min_prefill_tokens=16, unprofiled_prefill_tokens=64)
 
 
-def step_shape(plan: StepPlan, decodes: list[RunningDecode]) -> BatchShape:
+def step_shape(plan: StepPlan, decodes: RunningDecodes) -> BatchShape:
     return BatchShape(
         prefill_tokens=plan.prefill_tokens,
         prefill_pairs=prefill_pairs(plan.prefill_tokens, 0),
-        decodes=len(decodes),
-        decode_context_tokens=sum(decode.context_tokens for decode in decodes),
+        decodes=decodes.number,
+        decode_context_tokens=decodes.context_tokens,
     )
 
 
-def running(number: int, due_s: float = SLO_S, context: int = 500) -> list[RunningDecode]:
-    return [RunningDecode(context, due_s) for _ in range(number)]
+def running(number: int, due_s: float = SLO_S, context: int = 500) -> RunningDecodes:
+    return RunningDecodes(number, number * context, due_s)
 
 
-def test_prefill_fills_what_the_tightest_deadline_leaves() -> None:
-    plan = planner(ProfileTable(MACHINE)).plan([*running(10, due_s=5.1), RunningDecode(500, 5.06)], [PrefillWork(5000)], now_s=5.0)
+def test_prefill_fills_what_the_deadline_leaves() -> None:
+    plan = planner(ProfileTable(MACHINE)).plan(running(11, due_s=5.06), [PrefillWork(5000)], now_s=5.0)
     assert plan.limit_ms == pytest.approx(60 * math.exp(-2.33 * 0.1))
     assert plan.predicted_ms is not None
     assert 0 < plan.predicted_ms <= plan.limit_ms
@@ -42,7 +42,7 @@ def test_prefill_fills_what_the_tightest_deadline_leaves() -> None:
 
 
 def test_without_decodes_a_step_is_as_large_as_pays_off() -> None:
-    plan = planner(ProfileTable(MACHINE)).plan([], [PrefillWork(5000)], now_s=0.0)
+    plan = planner(ProfileTable(MACHINE)).plan(NO_DECODES, [PrefillWork(5000)], now_s=0.0)
     assert plan.prefill_tokens > 256
     assert not plan.late
 
@@ -62,7 +62,7 @@ def test_a_missed_deadline_still_lets_prefill_progress_and_is_told() -> None:
 def test_before_anything_was_measured_the_budget_is_the_one_given() -> None:
     fresh = planner()
     assert fresh.plan(running(3), [PrefillWork(5000)], now_s=0.0).prefill_tokens == 64
-    assert fresh.plan([], [PrefillWork(5000)], now_s=0.0).prefill_tokens == 2048
+    assert fresh.plan(NO_DECODES, [PrefillWork(5000)], now_s=0.0).prefill_tokens == 2048
     assert fresh.plan(running(3), [PrefillWork(20), PrefillWork(9)], now_s=0.0).prefill_tokens == 29
 
 

@@ -181,5 +181,5 @@ def test_requests_over_the_limit_are_left_out() -> None:
 @pytest.mark.parametrize("name", catalog.TRACE_FILES)
 def test_named_traces_are_read(name: str) -> None:
     workload = catalog.load(name, TRACES)
-    assert len(workload.requests) > 5000
-    assert any(request.prefix_hashes for request in workload.requests) == (name == "mooncake")
+    assert len(workload.requests) > 2500
+    assert any(request.prefix_hashes for request in workload.requests) == name.startswith("mooncake")

@@ -7,24 +7,26 @@ vLLM's own scheduler forms the batch; what it may take is set before (VLLM_FACTS
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
-from pathlib import Path
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
 
-from dynaserve.live_profile import LiveProfile
-from dynaserve.profile_keeper import ProfileKeeper
-from dynaserve.step_latency import BatchShape, PrefillWork, prefill_pairs
-from dynaserve.step_planner import RunningDecode, StepPlanner
-from vllm_plugin.device import profile_key
+from dynaserve.step_latency import PrefillWork
+from dynaserve.step_planner import RunningDecodes, StepPlan
+from dynaserve.token_deadlines import TokenSlo
 from vllm_plugin.options import PluginOptions
-from vllm_plugin.requests import TBT_ARG, is_slo_ms
+from vllm_plugin.requests import TBT_ARG, TTFT_ARG, is_slo_ms
+from vllm_plugin.step_accounts import StepAccounts, shape_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,12 +34,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.dynaserve.batching")
 
-_UNPROFILED_PREFILL_TOKENS = 128
-"""Of the first steps beside decodes: enough to learn from, and short on any machine that serves language models."""
+REPORT_CARRIER = "\0steps"
+"""Request id of the output that carries a `BatchReport` to the gateway (`kv_transfer_params`); no real id begins with a zero."""
+REPORT_KEY = "dynaserve_steps"
+
 _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
-_SPARE_TOKENS = 1
-"""A request whose KV came from elsewhere starts with a decode that vLLM takes from the same budget (VLLM_FACTS 2.4)."""
+_PATIENCE_S = 10.0
+"""A prompt without a TTFT SLO begins as if its first token were due so long after it came: others overtake it for so long at most."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What is ready to run. decode_tokens: of all decodes, with those that speculation adds. due_s: of the first of them."""
+
+    decodes: int
+    context_tokens: int
+    decode_tokens: int
+    due_s: float
+    prefills: list[Request]
 
 
 class SloScheduler(Scheduler):
@@ -45,136 +60,193 @@ class SloScheduler(Scheduler):
 
     max_num_scheduled_tokens: int
     max_num_active_reqs: int
+    parked_slots: int = 0
+    """Requests in `running` that take none of its slots (`AlphaScheduler`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = PluginOptions.from_config(self.vllm_config)
-        self._tbt_slo_s = options.tbt_slo_ms / 1e3
+        self._slo = TokenSlo(options.tbt_slo_ms / 1e3, None if options.ttft_slo_ms is None else options.ttft_slo_ms / 1e3)
         self._most_scheduled_tokens = self.max_num_scheduled_tokens
         self._most_active_requests = self.max_num_active_reqs
-        self._keeper = ProfileKeeper(Path(options.profile), profile_key(self.vllm_config)) if options.profile else None
-        self.planner = StepPlanner(
-            self._keeper.profile if self._keeper else LiveProfile(),
-            self._most_scheduled_tokens,
-            options.min_prefill_tokens,
-            min(self._most_scheduled_tokens, _UNPROFILED_PREFILL_TOKENS),
-        )
+        self._speculates = self.vllm_config.speculative_config is not None
+        self.accounts = StepAccounts.of(self.vllm_config, options, self._most_scheduled_tokens)
+        self.deadlines = self.accounts.deadlines
         self.clock: Callable[[], float] = time.monotonic
-        self._last_token_s: dict[str, float] = {}
-        self._under_way: deque[tuple[int, BatchShape, float]] = deque()
-        self._last_update_s = 0.0
+        self._ended: list[str] = []
+        self._own_ttft: set[str] = set()
 
     def add_request(self, request: Request) -> None:
-        slo_ms = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(TBT_ARG)
-        if slo_ms is not None and not is_slo_ms(slo_ms):  # a front-end answers 400; here it is too late for that
-            logger.warning(
-                "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds", request.request_id, TBT_ARG, slo_ms
-            )
+        self._forget_ended()
+        slo = self._slo_of(request)
+        self.deadlines.arrive(request.request_id, slo, self.clock())
+        if slo.ttft_s != self._slo.ttft_s:
+            self._own_ttft.add(request.request_id)
         super().add_request(request)
+
+    def _slo_of(self, request: Request) -> TokenSlo:
+        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
+        own_s: dict[str, float] = {}
+        for name in (TBT_ARG, TTFT_ARG):
+            slo_ms = extra_args.get(name)
+            if is_slo_ms(slo_ms):
+                own_s[name] = slo_ms / 1e3
+            elif slo_ms is not None:  # a front-end answers 400; here it is too late for that
+                logger.warning(
+                    "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds", request.request_id, name, slo_ms
+                )
+        return TokenSlo(own_s.get(TBT_ARG, self._slo.tbt_s), own_s.get(TTFT_ARG, self._slo.ttft_s)) if own_s else self._slo
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.prepare_step(self.clock())
+        plan = self.prepare_step(self.clock())
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
-            self._under_way.append((id(output), self._shape_of(output), self.clock()))
+            self.accounts.begin(output, shape_of(output, self.requests), plan, self.clock())
         return output
 
-    def prepare_step(self, now_s: float) -> None:
+    def prepare_step(self, now_s: float) -> StepPlan:
         """Sets what vLLM's scheduler may take for the next step."""
-        # Stable, so that each part stays in order of arrival; vLLM preempts from the end.
-        self.running.sort(key=lambda request: (self.tokens_to_compute(request) > 0, request.is_prefill_chunk))
-        active = [request for request in self.running if self.tokens_to_compute(request) > 0]
-        decodes = [request for request in active if not request.is_prefill_chunk]
-        prefills = [request for request in active if request.is_prefill_chunk]
+        self._forget_ended()
+        self._put_urgent_first()
+        batch = self._running_batch(now_s)
+        for request in self.kv_holding_waiting:
+            self._look_at_arriving(request, batch, now_s)
         waiting = list(islice(self.waiting, _MOST_WAITING))
-        admitted = self._admissible(decodes, prefills, waiting)
-        plan = self.planner.plan(
-            [RunningDecode(request.num_computed_tokens, self._due_s(request, now_s)) for request in decodes],
-            [
-                PrefillWork(tokens, r.num_computed_tokens)
-                for r in [*prefills, *waiting[:admitted]]
-                if (tokens := self.tokens_to_compute(r)) > 0
-            ],
-            now_s,
-        )
-        decode_tokens = sum(self.tokens_to_compute(request) for request in decodes)
-        self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, decode_tokens + plan.prefill_tokens + _SPARE_TOKENS))
+        admitted = self._admissible(batch, waiting)
+        if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
+            admitted = 1  # whatever becomes of the decodes: it may not wait for ever
+        decodes = RunningDecodes(batch.decodes, batch.context_tokens, batch.due_s)
+        plan = self.accounts.planner.plan(decodes, self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
+        tokens = batch.decode_tokens + plan.prefill_tokens
+        self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
-        self.max_num_active_reqs = min(self._most_active_requests, room) if admitted < len(waiting) else self._most_active_requests
+        most = self._most_active_requests + self.parked_slots
+        self.max_num_active_reqs = min(most, room) if admitted < len(waiting) else most
+        return plan
+
+    def parked_requests(self) -> Collection[str]:
+        """Ids of running requests that have nothing to compute."""
+        return ()
 
     def tokens_to_compute(self, request: Request) -> int:
-        """Until the request samples its next token, or stops at its hand-off point (which is 0 for a parked one)."""
+        """Until the request samples its next token, or stops at its hand-off point."""
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
         return int(self._reserve_prefill_lookahead(request, request.num_computed_tokens, tokens))
 
-    def _admissible(self, decodes: list[Request], prefills: list[Request], waiting: list[Request]) -> int:
+    def _put_urgent_first(self) -> None:
+        """Orders the waiting prompts by when their first tokens are due, which for requests of one SLO is the order of arrival."""
+        if not self._own_ttft:
+            return
+        self._own_ttft = {request_id for request_id in self._own_ttft if request_id in self.deadlines.first_due_s}
+        if self._own_ttft and self.policy == SchedulingPolicy.FCFS:
+            preempted_first = sorted(
+                self.waiting,
+                key=lambda request: (
+                    request.status != RequestStatus.PREEMPTED,
+                    self.deadlines.first_token_due_s(request.request_id, _PATIENCE_S),
+                ),
+            )
+            self.waiting.clear()
+            self.waiting.extend(preempted_first)
+
+    def _running_batch(self, now_s: float) -> _Batch:
+        """Puts the decodes first, each part in order of arrival, as vLLM preempts from the end.
+
+        Looks at every running request before every step: a decode costs it three look-ups and no call.
+        """
+        parked, next_due_s = self.parked_requests(), self.deadlines.next_due_s
+        number = context_tokens = 0
+        due_s, unknown_s = math.inf, now_s + self._slo.tbt_s
+        prefills: list[Request] = []
+        ordered = True
+        for request in self.running:
+            request_id = request.request_id
+            if parked and request_id in parked:
+                continue
+            if request.is_prefill_chunk:
+                prefills.append(request)
+                continue
+            if prefills:
+                ordered = False
+            number += 1
+            context_tokens += request.num_computed_tokens
+            request_due_s = next_due_s.get(request_id, unknown_s)
+            if request_due_s < due_s:
+                due_s = request_due_s
+        if not ordered:
+            self.running.sort(key=lambda request: (request.request_id not in parked, request.is_prefill_chunk))
+        tokens = number
+        if self._speculates:
+            tokens = sum(self.tokens_to_compute(request) for request in self.running if not request.is_prefill_chunk)
+        return _Batch(number, context_tokens, tokens, due_s, prefills)
+
+    def _look_at_arriving(self, request: Request, batch: _Batch, now_s: float) -> None:
+        """A request whose KV comes from elsewhere: its clock runs since its tokens are known, and it runs as soon as its KV is here."""
+        if request.num_output_tokens:
+            self.deadlines.took_over(request.request_id, now_s)
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in self.finished_recving_kv_req_ids:
+            return
+        if request.num_tokens - request.num_computed_tokens > 1:
+            batch.prefills.append(request)
+            return
+        batch.decodes += 1
+        batch.decode_tokens += 1
+        batch.context_tokens += request.num_computed_tokens
+        batch.due_s = min(batch.due_s, self.deadlines.next_due_s.get(request.request_id, math.inf))
+
+    def _work_of(self, requests: Sequence[Request]) -> list[PrefillWork]:
+        """No more than fits into any step."""
+        works: list[PrefillWork] = []
+        tokens = 0
+        for request in requests:
+            if tokens >= self._most_scheduled_tokens:
+                break
+            if (own := self.tokens_to_compute(request)) > 0:
+                works.append(PrefillWork(own, request.num_computed_tokens))
+                tokens += own
+        return works
+
+    def _admissible(self, batch: _Batch, waiting: list[Request]) -> int:
         """How many of the waiting prompts may begin: each becomes a decode, and those alone must fit into the SLO."""
-        ahead = [*decodes, *prefills]
-        contexts = [request.num_tokens for request in ahead]
-        slo_s = min((self._slo_s(request) for request in ahead), default=float("inf"))
-        for admitted, request in enumerate(waiting):
-            slo_s = min(slo_s, self._slo_s(request))
-            if not self.planner.admits(contexts, request.num_tokens, 1e3 * slo_s):
-                return admitted
-            contexts.append(request.num_tokens)
-        return len(waiting)
+        if not waiting:
+            return 0
+        number = batch.decodes + len(batch.prefills)
+        context_tokens = batch.context_tokens + sum(request.num_tokens for request in batch.prefills)
+        slo_s = self.deadlines.tightest_tbt_s(request.request_id for request in self.running)
+        # Of the first k waiting ones together; both only get worse with k.
+        contexts = list(accumulate((request.num_tokens for request in waiting), initial=context_tokens))
+        tightest_s = list(accumulate((self.deadlines.slo(request.request_id).tbt_s for request in waiting), min, initial=slo_s))
 
-    def _slo_s(self, request: Request) -> float:
-        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
-        slo_ms = extra_args.get(TBT_ARG)
-        return slo_ms / 1e3 if is_slo_ms(slo_ms) else self._tbt_slo_s
+        def refused(index: int) -> bool:
+            return not self.accounts.planner.admits(number + index, contexts[index], waiting[index].num_tokens, 1e3 * tightest_s[index + 1])
 
-    def _due_s(self, request: Request, now_s: float) -> float:
-        return self._last_token_s.get(request.request_id, now_s) + self._slo_s(request)
+        return bisect_left(range(len(waiting)), True, key=refused)
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         now_s = self.clock()
-        self._measure(scheduler_output, now_s)
+        self.accounts.end(scheduler_output, now_s)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        for output in outputs.values():
-            for answer in output.outputs:
-                if answer.new_token_ids and answer.request_id in self.requests:
-                    self._last_token_s[answer.request_id] = now_s
+        self.accounts.count_tokens(outputs.values(), now_s)
+        self._forget_ended()
+        report = self.accounts.take_report(now_s, resting=not self.requests)
+        if report is not None:
+            carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
+            outputs.setdefault(0, EngineCoreOutputs()).outputs.append(carrier)
         return outputs
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._last_token_s.pop(request.request_id, None)
+        self._ended.append(request.request_id)  # its last tokens may still have to be counted
         return super()._free_request(request, *args, **kwargs)
 
+    def _forget_ended(self) -> None:
+        for request_id in self._ended:
+            self.deadlines.forget(request_id)
+        self._ended.clear()
+
     def shutdown(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        self.accounts.close()
         super().shutdown()
-
-    def _measure(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
-        """A step lasts from the end of its scheduling, or of the step before it when several are under way, to its update."""
-        if not self._under_way or self._under_way[0][0] != id(scheduler_output):
-            return
-        _, shape, scheduled_s = self._under_way.popleft()
-        took_ms = 1e3 * (now_s - max(scheduled_s, self._last_update_s))
-        self._last_update_s = now_s
-        if took_ms > 0:
-            self.planner.profile.observe(shape, took_ms)
-        if self._keeper is not None:
-            self._keeper.save_now_and_then(now_s)
-
-    def _shape_of(self, output: SchedulerOutput) -> BatchShape:
-        """A chunk of one token costs what a decode costs."""
-        prefill_tokens, pairs, decodes, decode_context = 0, 0.0, 0, 0
-        for tokens, context in self._scheduled(output):
-            if tokens == 1:
-                decodes += 1
-                decode_context += context
-            else:
-                prefill_tokens += tokens
-                pairs += prefill_pairs(tokens, context)
-        return BatchShape(prefill_tokens=prefill_tokens, prefill_pairs=pairs, decodes=decodes, decode_context_tokens=decode_context)
-
-    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[int, int]]:
-        """(tokens, tokens before them) of each request in the step; vLLM has counted them as computed already."""
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            yield tokens, self.requests[request_id].num_computed_tokens - tokens

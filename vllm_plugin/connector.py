@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from dynaserve.kv_transfer.agent import TransferReport
 from dynaserve.kv_transfer.sender import Ready
 from dynaserve.messages import WorkerDescription
-from vllm_plugin.micro_requests import Command, MicroRequests
+from vllm_plugin.micro_requests import Command
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_plugin.kv_worker import KvWorker
+    from vllm_plugin.scheduler import CutScheduler
 
 
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):
-    """What a worker tells its own engine core at start."""
+    """What a worker tells its own engine core at start. bell: address at which it signals news (see `wake`)."""
 
     description: WorkerDescription
+    bell: str
 
 
 @dataclass
@@ -68,13 +70,14 @@ class WorkerReports(KVConnectorWorkerMetadata):
 class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. `bind` must be called on the scheduler half before the first step."""
 
-    micro: MicroRequests
+    scheduler: CutScheduler
     worker: KvWorker
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.block_size = vllm_config.cache_config.block_size
         self.workers: list[WorkerDescription] = []
+        self.bells: list[str] = []
         if role == KVConnectorRole.WORKER:
             from vllm_plugin import patches
 
@@ -82,11 +85,17 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
 
-    def bind(self, micro: MicroRequests) -> None:
-        self.micro = micro
+    def bind(self, scheduler: CutScheduler) -> None:
+        self.scheduler = scheduler
+        self.micro = scheduler.micro
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, WorkerHandshake]) -> None:
         self.workers = [metadata[rank].description for rank in sorted(metadata)]
+        self.bells = [metadata[rank].bell for rank in sorted(metadata)]
+        self.micro.num_workers = len(self.workers)
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.revoked_blocks_are_due()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Nothing ever comes this way: a beta has its KV before it is asked for, and recomputes after a preemption."""
@@ -111,6 +120,8 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
         """Whole blocks leave as they fill; the partly filled last one leaves once, when the alpha stands at the hand-off."""
         micro = self.micro.by_id[request_id]
         final = computed == hand_off
+        if not (micro.plan.chunked or final):
+            return
         until = -(-computed // self.block_size) if final else computed // self.block_size
         if until > micro.ready_blocks or final:
             ready = tuple(block_ids[micro.ready_blocks : until])
@@ -121,16 +132,21 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, WorkerReports):
-            for report in meta.reports:
-                self.micro.report(report)
-        for request_id in connector_output.finished_recving or ():
+        for report in meta.reports if isinstance(meta, WorkerReports) else ():
+            if failed := self.micro.report(report):
+                self.scheduler.revoke(failed, "its KV transfer has failed")
+        # vLLM asserts that a request that has received waits for it; a beta that resumed by its workers' reports does not.
+        received = {r for r in connector_output.finished_recving or () if self.micro.awaits_workers(r)}
+        connector_output.finished_recving = received
+        for request_id in received:
             micro = self.micro.by_id[request_id]
             micro.received = True
             if micro.ended:
                 self.micro.settle(request_id)
         for request_id in connector_output.finished_sending or ():
             self.micro.settle(request_id)
+        if received or connector_output.finished_sending:
+            self.scheduler.blocks_came_free()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -146,7 +162,7 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker = KvWorker(self._vllm_config, kv_caches)
 
     def get_handshake_metadata(self) -> WorkerHandshake | None:
-        return WorkerHandshake(self.worker.description)
+        return WorkerHandshake(self.worker.description, self.worker.bell.address)
 
     def bind_connector_metadata(self, connector_metadata: StepCommands) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.platforms import current_platform
 
 from dynaserve.latency_profile import ProfileKey
+from dynaserve.machine import cpu_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +31,7 @@ def device_name() -> str:
     """Of the accelerator; of a CPU its model and how many threads compute."""
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
-    return f"{_cpu_model()}, {_cores(envs.VLLM_CPU_OMP_THREADS_BIND)} cores"
+    return f"{cpu_model()}, {_cores(envs.VLLM_CPU_OMP_THREADS_BIND)} cores"
 
 
 def _cores(bind: str) -> int:
@@ -41,9 +40,3 @@ def _cores(bind: str) -> int:
     if not all(low.isdigit() and (high.isdigit() or not dash) for low, dash, high in ranges):
         return len(os.sched_getaffinity(0))
     return sum(int(high or low) - int(low) + 1 for low, _, high in ranges)
-
-
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -5,9 +5,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
+from vllm.v1.engine import EngineCoreRequestType
+
+
+def dynaserve_listen(self: Any) -> None:
+    """From now on the engine sleeps while all its requests wait for other instances; see `wake`."""
+    self.scheduler.listen_to_workers(lambda: self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
 
 
 def dynaserve_describe(self: Any) -> dict[str, Any]:
@@ -31,8 +38,10 @@ def dynaserve_reservation(self: Any, request_id: str) -> Any:
     return msgspec.to_builtins(self.scheduler.reservation(request_id))
 
 
-def dynaserve_continue(self: Any, request_id: str, output_token_ids: list[int]) -> bool:
-    return bool(self.scheduler.continue_request(request_id, output_token_ids))
+def dynaserve_continue(self: Any, request_id: str, hand_off_at: int, output_token_ids: list[int], came_s: float) -> bool:
+    """came_s: when the message came to the gateway, on this machine's monotonic clock."""
+    waited_ms = 1e3 * (time.monotonic() - came_s)
+    return bool(self.scheduler.continue_request(request_id, hand_off_at, output_token_ids, waited_ms))
 
 
 def dynaserve_move(self: Any, request_id: str, hand_off_at: int | None) -> bool:
@@ -53,5 +62,9 @@ def dynaserve_state(self: Any) -> dict[str, Any]:
         "requests": len(scheduler.requests),
         "running": len(scheduler.running),
         "micro_requests": sorted(scheduler.micro.by_id),
+        "parked": len(scheduler.micro.parked),
+        "reserved_blocks": sum(micro.granted_blocks for micro in scheduler.micro.betas.values() if not micro.ended),
+        "quarantined_blocks": sum(micro.granted_blocks for micro in scheduler.micro.betas.values() if micro.ended),
+        "counts": {**scheduler.micro.counts, "preempted": scheduler.preemptions},
         "open_transfers": len(scheduler.micro.transfers),
     }

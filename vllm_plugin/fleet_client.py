@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,15 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve.errors import BadRequest, ConfigError, NoInstance
 from dynaserve.fleet import Instance
-from dynaserve.global_scheduler import GlobalScheduler, InstanceState, PlacementReason, RequestSpec
+from dynaserve.global_scheduler import PlacementReason
+from dynaserve.length_predictor import LengthQuery
 from dynaserve.messages import (
     Abort,
     Announce,
@@ -34,6 +36,8 @@ from dynaserve.messages import (
     Continue,
     FromInstance,
     Hello,
+    Lifted,
+    LoraAdded,
     Move,
     Release,
     Run,
@@ -41,6 +45,7 @@ from dynaserve.messages import (
     ToInstance,
     Welcome,
 )
+from dynaserve.messages import Event as InstanceEvent
 from dynaserve.records import RecordBook
 from dynaserve.request_flow import (
     ClientGone,
@@ -52,23 +57,36 @@ from dynaserve.request_flow import (
     SendAbort,
     SendAnnounce,
     SendContinue,
-    SendLift,
+    SendMove,
     SendRelease,
     SendRun,
     Side,
+    State,
     Tokens,
     new_flow,
 )
-from vllm_plugin.requests import SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, CutRequest, is_slo_ms, why_whole
+from dynaserve.request_placer import RequestFacts, RequestPlacer, RunningRequest
+from vllm_plugin.adapters import AdapterLoader, with_fleet_id
+from vllm_plugin.requests import CHUNKED_ARG, EXPECTED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, TTFT_ARG, CutRequest, is_slo_ms, why_whole
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 REQUESTS = Counter("dynaserve_requests", "Sequences by whether they were cut, and why or why not.", ["cut", "reason"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
+PLACING = Histogram(
+    "dynaserve_placement_seconds",
+    "Time to decide where a request runs.",
+    buckets=[0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1],
+)
+TTFT_ERROR = Histogram(
+    "dynaserve_ttft_over_predicted",
+    "Time to the first token over what the decision expected, of policies that predict.",
+    buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
+)
 
 
-@dataclass
+@dataclass(eq=False)
 class Live:
     """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances."""
 
@@ -77,6 +95,7 @@ class Live:
     transport: str
     transfer_id: str
     arrived_s: float
+    chunked: bool
 
     @property
     def internal_id(self) -> str:
@@ -90,13 +109,13 @@ class FleetClient:
     All methods run in one event loop.
     """
 
-    def __init__(self, instances: Sequence[Instance], scheduler: GlobalScheduler, transport: str) -> None:
+    def __init__(self, instances: Sequence[Instance], placer: RequestPlacer, transport: str) -> None:
         self.instances = {instance.instance_id: instance for instance in instances}
         self.book = RecordBook()
         self.frontend_id = uuid.uuid4().hex
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        self._scheduler = scheduler
+        self._placer = placer
         self._transport = transport
         self._live: dict[str, Live] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
@@ -105,9 +124,10 @@ class FleetClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._adapters = AdapterLoader(self._send)
         self._header_decoder: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
         for instance in instances:
-            scheduler.observe(InstanceState(instance.instance_id))
+            placer.observe(instance.instance_id, instance.description)
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
@@ -144,39 +164,45 @@ class FleetClient:
         offered = next(iter(self.instances.values())).description.workers[0].endpoint.transports
         if wanted is not None and not (isinstance(wanted, str) and wanted in offered):
             raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
-        tbt_ms = extra_args.get(TBT_ARG)
-        if tbt_ms is not None and not is_slo_ms(tbt_ms):
-            raise BadRequest(f"{TBT_ARG} is {tbt_ms!r}, not a number of milliseconds above 0")
+        chunked = extra_args.get(CHUNKED_ARG, 1)
+        if chunked not in (0, 1):
+            raise BadRequest(f"{CHUNKED_ARG} is {chunked!r}, not 0 or 1")
+        expected = extra_args.get(EXPECTED_ARG)
+        if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or expected < 1):
+            raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0")
+        for name in (TBT_ARG, TTFT_ARG):
+            slo_ms = extra_args.get(name)
+            if slo_ms is not None and not is_slo_ms(slo_ms):
+                raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         cut = CutRequest.of(request)
+        if request.lora_request is not None:
+            request.lora_request = with_fleet_id(request.lora_request)
         obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values()])
-        placement = self._scheduler.place(
-            RequestSpec(
-                request_id=request.request_id,
-                prompt_tokens=cut.prompt_tokens,
-                max_output_tokens=cut.max_tokens,
-                expected_output_tokens=cut.max_tokens,
-                forced_split=cut.forced_split,
-                may_cut=obstacle is None,
-            )
-        )
-        if placement is None:
+        model = next(iter(self.instances.values())).description.model
+        lengths = LengthQuery(model, cut.request_class, cut.prompt_tokens, cut.max_tokens, cut.expected_tokens)
+        facts = RequestFacts(request.request_id, lengths, cut.forced_split, obstacle is None, cut.tbt_ms, cut.ttft_ms)
+        with PLACING.time():
+            decision = self._placer.place(facts, 1e3 * time.monotonic())
+        if decision is None:
             raise NoInstance("no instance of the fleet takes new requests")
+        placement = decision.placement
         reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
         REQUESTS.labels("no" if placement.beta is None else "yes", reason).inc()
         transport = cut.transport or self._transport
         block_bytes = sum(w.block_bytes for w in self.instances[placement.alpha.instance_id].description.workers)
         external_id = request.external_req_id or request.request_id
         flow = new_flow(external_id, cut.prompt_tokens, placement, reason, transport, block_bytes)
+        flow.record.expected = decision.to_json()
         self.book.add(flow.record)
-        live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic())
+        live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
         try:
             await self._carry_out(live, flow.start())
         except BaseException:
             self._live.pop(request.request_id)
-            self._scheduler.finish(request.request_id)
+            self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
             raise
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -190,6 +216,26 @@ class FleetClient:
         for request_id in request_ids:
             if live := self._live.get(request_id):
                 await self._handle(live, Side.ALPHA, ClientGone())
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Raises ValueError if an instance cannot load the adapter."""
+        await self._adapters.load(lora_request, self.instances)
+        return True
+
+    async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
+        """Moves the hand-off point of every sequence of this request, or lifts it (None).
+
+        Returns how many sequences it was asked for; None: no such request runs. `RequestRecord` says where each was cut.
+        """
+        ids = {live: live.flow.record.request_id for live in self._live.values()}
+        lives = [live for live, name in ids.items() if request_id in (name, name.rpartition("-")[0])]
+        asked = 0
+        for live in lives:
+            now_ms = (time.monotonic() - live.arrived_s) * 1000
+            instructions = live.flow.lift(now_ms) if hand_off_at is None else live.flow.move(hand_off_at)
+            asked += bool(instructions)
+            await self._carry_out(live, instructions)
+        return asked if lives else None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return ("generate",)
@@ -223,6 +269,8 @@ class FleetClient:
                 continue
             if isinstance(step, Step):
                 await self._on_step(instance, step, outputs)
+            elif isinstance(step, LoraAdded):
+                self._adapters.answered(instance, step)
 
     def _on_listener_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -230,9 +278,17 @@ class FleetClient:
             self._outputs.put_nowait(error)
 
     async def _on_step(self, instance: str, step: Step, outputs: EngineCoreOutputs | None) -> None:
-        """Tokens before events: `Parked` means that the alpha's tokens are complete."""
+        """Tokens before events: `Parked` means that the alpha's tokens are complete.
+
+        `Lifted` goes first: an alpha that its instance lifts may sample in the same step, and those tokens count.
+        """
         if step.load is not None:
             self.instances[instance].load = step.load
+            now_ms = 1e3 * time.monotonic()
+            self._placer.learn_steps(instance, step.load, now_ms)
+            if self._placer.wants_progress(instance, now_ms):
+                self._placer.report(instance, self._running_on(instance), now_ms)
+        await self._on_events(event for event in step.events if isinstance(event, Lifted))
         forwarded: list[EngineCoreOutput] = []
         clock_offset_s = time.monotonic() - step.sent_at_s
         for output in outputs.outputs if outputs is not None else ():
@@ -243,7 +299,10 @@ class FleetClient:
                     forwarded.append(_translate(output, live, side, clock_offset_s))
         if forwarded:
             self._outputs.put_nowait(EngineCoreOutputs(outputs=forwarded, timestamp=time.monotonic()))
-        for event in step.events:
+        await self._on_events(event for event in step.events if not isinstance(event, Lifted))
+
+    async def _on_events(self, events: Iterable[InstanceEvent]) -> None:
+        for event in events:
             if found := self._find(event.request_id):
                 await self._handle(found[0], found[1], event)
 
@@ -257,8 +316,28 @@ class FleetClient:
         instructions = live.flow.handle(side, event, (time.monotonic() - live.arrived_s) * 1000)
         forward = await self._carry_out(live, instructions)
         if live.flow.over and self._live.pop(live.internal_id, None) is not None:
-            self._scheduler.finish(live.internal_id)
+            self._account(live)
+            if live.flow.record.lifted is not None:
+                LIFTED.inc()
         return forward
+
+    def _account(self, live: Live) -> None:
+        """Of a request that is over. A stop string is the front-end's: it reaches the instances as an abort, and teaches no length."""
+        record = live.flow.record
+        ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
+        self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
+        prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
+        if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
+            TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
+
+    def _running_on(self, instance: str) -> Iterator[RunningRequest]:
+        """Those that have begun to answer there: how far a prefill is, only the instance knows."""
+        for live in self._live.values():
+            flow, record = live.flow, live.flow.record
+            part = record.beta if flow.state is State.BETA else record.alpha
+            if flow.state in (State.WHOLE, State.ALPHA, State.BETA) and part and part.instance == instance and record.output_tokens:
+                computed_tokens = record.prompt_tokens + record.output_tokens - 1
+                yield RunningRequest(live.internal_id, instance, computed_tokens, record.output_tokens)
 
     # -- to instances --------------------------------------------------------------------------------------------------
 
@@ -274,14 +353,13 @@ class FleetClient:
                     self._outputs.put_nowait(EngineCoreOutputs(outputs=[failed]))
                 case SendRun(instance_id=name, hand_off_at=hand_off):
                     transfer_id = None if hand_off is None else live.transfer_id
-                    await self._send(name, Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id), live.request)
+                    await self._send(name, Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id, live.chunked), live.request)
                 case SendAnnounce(instance_id=name, hand_off_at=hand_off):
                     await self._send(name, self._announce(live, hand_off), live.request)
                 case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
                     await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, tokens))
-                case SendLift(instance_id=name):
-                    LIFTED.inc()
-                    await self._send(name, Move(self._wire_id(live, Side.ALPHA), None))
+                case SendMove(side=side, instance_id=name, hand_off_at=hand_off):
+                    await self._send(name, Move(self._wire_id(live, side), hand_off))
                 case SendRelease(instance_id=name):
                     await self._send(name, Release(self._wire_id(live, Side.ALPHA)))
                 case SendAbort(instance_id=name):

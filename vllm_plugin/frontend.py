@@ -27,9 +27,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from dynaserve import fleet
+from dynaserve import fleet, length_predictor
 from dynaserve.errors import BadRequest, ConfigError
-from dynaserve.global_scheduler import GlobalScheduler
 from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
@@ -74,10 +73,14 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     patches.check_vllm()
     _fit(args, config)
     validate_parsed_serve_args(args)
-    client = FleetClient(config.instances, GlobalScheduler(config.policy), config.transport)
+    client = FleetClient(config.instances, config.placer, config.transport)
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(FrontendEndpoint)
-    uvloop.run(_serve(args, client))
+    try:
+        uvloop.run(_serve(args, client))
+    finally:
+        if config.length_history is not None:
+            length_predictor.save(config.length_history, config.placer.lengths)
 
 
 def _fit(args: argparse.Namespace, config: FrontendConfig) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field
 
 from vllm_plugin.fleet_client import FleetClient
 
@@ -32,6 +33,20 @@ class FleetAnswer:
     instances: dict[str, dict[str, Any]]
 
 
+class HandOff(BaseModel):
+    """hand_off_at: the token at which to cut, as vLLM counts `num_computed_tokens`; null lets the alpha finish alone."""
+
+    hand_off_at: int | None = Field(gt=0)
+
+
+@dataclass
+class HandOffAnswer:
+    """moved: sequences whose instances were asked to; 0: each of them has been handed over already, or runs whole."""
+
+    request_id: str
+    moved: int
+
+
 class FrontendEndpoint:
     """vLLM endpoint plugin (see `patches.install_endpoint`)."""
 
@@ -47,6 +62,13 @@ class FrontendEndpoint:
             if not records:
                 raise HTTPException(404, f"no record of request {request_id}; the last {4096} requests are kept")
             return RequestAnswer(request_id, [record.to_json() for record in records])
+
+        @router.post("/dynaserve/requests/{request_id}/hand_off", summary="Move the hand-off point of a running request, or lift it")
+        async def hand_off(request_id: str, body: HandOff, request: Request) -> HandOffAnswer:
+            asked = await _client(request).move_hand_off(request_id, body.hand_off_at)
+            if asked is None:
+                raise HTTPException(404, f"no request {request_id} is running")
+            return HandOffAnswer(request_id, asked)
 
         @router.get("/dynaserve/fleet", summary="The instances of the fleet and how busy they are")
         async def fleet(request: Request) -> FleetAnswer:

@@ -22,12 +22,14 @@ import zmq
 import zmq.asyncio
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import Counter
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AddLora,
     Announce,
     Bye,
     Continue,
@@ -37,6 +39,7 @@ from dynaserve.messages import (
     Hello,
     InstanceDescription,
     Load,
+    LoraAdded,
     Move,
     Refused,
     Release,
@@ -46,6 +49,9 @@ from dynaserve.messages import (
     Welcome,
 )
 from dynaserve.request_flow import ENGINE_GAVE_UP
+from dynaserve.step_report import BatchReport
+from vllm_plugin import step_metrics
+from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.scheduler import EVENT_CARRIER
@@ -120,6 +126,8 @@ class Gateway:
     frontends: dict[bytes, str] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
+    adapters: set[int] = field(default_factory=set)
+    """LoRA adapters that a front-end has had loaded."""
     request_decoder: MsgpackDecoder = field(default_factory=lambda: MsgpackDecoder(EngineCoreRequest))
     encoder: MsgpackEncoder = field(default_factory=MsgpackEncoder)
     header_decoder: msgspec.msgpack.Decoder[ToInstance] = field(default_factory=lambda: msgspec.msgpack.Decoder(ToInstance))
@@ -128,6 +136,7 @@ class Gateway:
     async def start(cls, engine_client: AsyncLLM, args: Namespace) -> Gateway:
         options = PluginOptions.from_config(engine_client.vllm_config)
         engine = engine_client.engine_core
+        await engine.call_utility_async("dynaserve_listen")
         known = await engine.call_utility_async("dynaserve_describe")
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
@@ -183,21 +192,23 @@ class Gateway:
         match message:
             case Hello():
                 await self._hello(identity, message)
-            case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id):
+            case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
                 role = "whole" if hand_off_at is None else "alpha"
-                await self._add(identity, request_id, Plan(role, hand_off_at, transfer_id), frames)
+                await self._add(identity, request_id, Plan(role, hand_off_at, transfer_id, chunked=chunked), frames)
             case Announce(request_id=request_id):
                 plan = Plan("beta", message.hand_off_at, message.transfer_id, message.transport, message.senders)
                 if await self._add(identity, request_id, plan, frames):
                     self._spawn(self._answer_announce(identity, request_id))
             case Continue() if self._owns(identity, message.request_id):
-                self._call("dynaserve_continue", message.request_id, message.output_token_ids)
+                self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids, time.monotonic())
             case Move() if self._owns(identity, message.request_id):
                 self._call("dynaserve_move", message.request_id, message.hand_off_at)
             case Release() if self._owns(identity, message.request_id):
                 self._call("dynaserve_release", message.request_id)
             case Abort(request_ids=request_ids):
                 await self._abort([request_id for request_id in request_ids if self._owns(identity, request_id)])
+            case AddLora():
+                self._spawn(self._add_lora(identity, message))
             case Bye():
                 del self.frontends[identity]
                 await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
@@ -208,6 +219,18 @@ class Gateway:
             return
         self.frontends[identity] = hello.frontend_id
         await self._send(identity, Welcome(self.description.instance_epoch))
+
+    async def _add_lora(self, identity: bytes, message: AddLora) -> None:
+        error = None
+        try:
+            await self.engine.add_lora_async(
+                LoRARequest(message.lora_name, message.lora_int_id, message.lora_path, load_inplace=message.load_inplace)
+            )
+            self.adapters.add(message.lora_int_id)
+        except Exception as fault:  # of any kind, from loading somebody's file: it is the front-end's answer
+            logger.warning("LoRA adapter %s is not loaded", message.lora_name, exc_info=True)
+            error = str(fault) or type(fault).__name__
+        await self._send(identity, LoraAdded(message.lora_int_id, error))
 
     def _owns(self, identity: bytes, request_id: str) -> bool:
         """Late messages for a request that is over are normal; those for somebody else's are not obeyed."""
@@ -256,6 +279,8 @@ class Gateway:
             return "only generation from token ids runs through the gateway"
         if len(request.prompt_token_ids) >= self.description.max_model_len:
             return f"prompt of {len(request.prompt_token_ids)} tokens, at most {self.description.max_model_len - 1} fit"
+        if request.lora_request is not None and request.lora_request.lora_int_id not in self.adapters:
+            return f"LoRA adapter {request.lora_request.lora_name} is not loaded"
         return None
 
     async def _answer_announce(self, identity: bytes, request_id: str) -> None:
@@ -295,6 +320,7 @@ class Gateway:
         """Sends each front-end its part of a step as one message, and leaves the rest to the API server."""
         if (stats := outputs.scheduler_stats) is not None:
             self.load = Load(stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage)
+        await self._take_step_reports(outputs)
         tokens: dict[bytes, list[EngineCoreOutput]] = defaultdict(list)
         events: dict[bytes, list[Event]] = defaultdict(list)
         rest: list[EngineCoreOutput] = []
@@ -320,5 +346,17 @@ class Gateway:
             if output.finish_reason is not None and str(output.finish_reason) in ENGINE_GAVE_UP:
                 self._forget(output.request_id)
 
-    async def _send(self, identity: bytes, message: Step | Welcome, frames: Sequence[Any] = ()) -> None:
+    async def _take_step_reports(self, outputs: EngineCoreOutputs) -> None:
+        """Counts what the local scheduler tells about its steps, and passes the measurements on to every front-end, once."""
+        carriers = [output for output in outputs.outputs if output.request_id == REPORT_CARRIER]
+        for carrier in carriers:
+            outputs.outputs.remove(carrier)
+            report = msgspec.convert((carrier.kv_transfer_params or {})[REPORT_KEY], BatchReport)
+            step_metrics.observe(report)
+            if self.load is not None:
+                load = msgspec.structs.replace(self.load, steps=[step.measured for step in report.steps])
+                for identity in self.frontends:
+                    await self._send(identity, Step([], load, time.monotonic()))
+
+    async def _send(self, identity: bytes, message: Step | Welcome | LoraAdded, frames: Sequence[Any] = ()) -> None:
         await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])

@@ -12,13 +12,14 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from dynaserve.errors import ConfigError
 from dynaserve.kv_transfer.agent import Agent, Results, TransferReport
-from dynaserve.kv_transfer.receiver import Cancel, Expect
+from dynaserve.kv_transfer.receiver import Cancel, Complete, Expect, Extend
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import KvLayers
 from dynaserve.kv_transfer.transports import make_transport
 from dynaserve.messages import WorkerDescription
 from vllm_plugin.micro_requests import Command, Reserve
 from vllm_plugin.options import PluginOptions
+from vllm_plugin.wake import Bell
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +39,8 @@ class KvWorker:
         transports = {name: make_transport(name, worker_id, options.host, kv) for name in options.transports}
         self._rank = get_tensor_model_parallel_rank()
         self._device = kv.layers[0].device
-        self.agent = Agent(worker_id, options.host, kv.block_bytes, transports)
+        self.bell = Bell(options.host)
+        self.agent = Agent(worker_id, options.host, kv.block_bytes, transports, self.bell.ring)
         self.description = WorkerDescription(self.agent.endpoint, _layout(vllm_config, kv_caches), kv.block_bytes)
         self._results = Results()
         self._sending: dict[str, str] = {}
@@ -51,7 +53,7 @@ class KvWorker:
                     self._receiving[command.transfer_id] = request_id
                     sender = command.senders[self._rank]
                     self.agent.submit(Expect(command.transfer_id, sender, command.transport, command.first_index, command.block_ids))
-                case Cancel():
+                case Extend() | Complete() | Cancel():
                     self.agent.submit(command)
                 case Stop():
                     self._sending[command.transfer_id] = request_id
@@ -63,7 +65,8 @@ class KvWorker:
         """Request ids whose blocks (are not being sent any more, have all been received), since the last call."""
         self._results = self.agent.take_results()
         sent = {self._sending.pop(transfer_id) for transfer_id in self._results.sending_stopped}
-        received = {self._receiving.pop(transfer_id) for transfer_id in self._results.received}
+        # A transfer that was cancelled in the moment in which it ended is reported twice.
+        received = {self._receiving.pop(transfer_id) for transfer_id in self._results.received if transfer_id in self._receiving}
         return sent or None, received or None
 
     def take_lost_blocks(self) -> set[int]:
@@ -75,6 +78,7 @@ class KvWorker:
 
     def close(self) -> None:
         self.agent.close()
+        self.bell.close()
 
     def _fence(self) -> Callable[[], None] | None:
         """On CPU the forward pass is complete when the connector is called; on CUDA it is only launched (not run here)."""

@@ -6,6 +6,7 @@ to the front-ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import msgspec
 
 from dynaserve.kv_transfer.agent import TransferReport
-from dynaserve.kv_transfer.receiver import Cancel
+from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.messages import Ended, Event, Moved, Parked, Resumed
+from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Resumed, Revoked
 
 EXTRA_ARG = "dynaserve"
 """Key in `SamplingParams.extra_args` that carries a `Plan` to the engine core and to the workers."""
@@ -25,8 +26,8 @@ EXTRA_ARG = "dynaserve"
 class Plan(msgspec.Struct, omit_defaults=True):
     """What the gateway asks of the engine for one request.
 
-    role: "whole", "alpha" (stops at `hand_off_at`) or "beta" (starts at `hand_off_at`, with KV from `senders`).
-    output_token_ids: of a beta, what the alpha has sampled; None until `Continue`.
+    role: "whole", "alpha" (stops at `hand_off_at`; None: lifted) or "beta" (starts there, with KV from `senders`).
+    output_token_ids: of a beta, what the alpha has sampled; None until `Continue`. chunked: of an alpha, KV leaves while it computes.
     """
 
     role: str
@@ -35,6 +36,7 @@ class Plan(msgspec.Struct, omit_defaults=True):
     transport: str | None = None
     senders: list[WorkerEndpoint] = []
     output_token_ids: list[int] | None = None
+    chunked: bool = True
 
 
 def plan_of(extra_args: Mapping[str, Any] | None) -> Plan | None:
@@ -54,29 +56,45 @@ class Reserve:
     block_ids: tuple[int, ...]
 
 
-Command = Ready | Stop | Reserve | Cancel
+Command = Ready | Stop | Reserve | Extend | Complete | Cancel
 
 
 @dataclass(slots=True)
 class MicroRequest:
     """One request as this instance sees it.
 
-    ready_blocks: of an alpha, how many blocks its workers may send. exposed: the workers know of the transfer.
-    complete: of an alpha, its last, partly filled block may be sent: the hand-off cannot move any more.
-    received: of a beta, its KV is here. ended: the engine is done with it, a worker may not be.
+    exposed: the workers know of the transfer. ended: the engine is done with it, a worker may not be.
+
+    Of an alpha: ready_blocks, how many blocks its workers may send; complete, its last, partly filled block may be sent: the
+    hand-off cannot move any more; parked_at, the token at which it stands (None: it runs), since parked_s; told_parked, the
+    front-end knows where; delivered: how many workers' peers have all that they need.
+
+    Of a beta: first_index, the first block that is transferred; granted_blocks, all blocks that it holds; landed_blocks, over
+    all workers; end_index, the block before which the transfer ends, None until `Continue`; received: its KV is here;
+    resumed: it runs, or may.
     """
 
     request_id: str
     plan: Plan
     computed_tokens: int = 0
     cached_tokens: int = 0
-    ready_blocks: int = 0
     exposed: bool = False
     ended: bool = False
-    parked: bool = False
-    resumed: bool = False
-    received: bool = False
+
+    ready_blocks: int = 0
     complete: bool = False
+    parked_at: int | None = None
+    parked_s: float = 0.0
+    told_parked: bool = False
+    delivered: int = 0
+
+    first_index: int = 0
+    granted_blocks: int = 0
+    landed_blocks: int = 0
+    end_index: int | None = None
+    step_rest_ms: float = 0.0
+    received: bool = False
+    resumed: bool = False
 
     @property
     def is_alpha(self) -> bool:
@@ -86,54 +104,144 @@ class MicroRequest:
     def is_beta(self) -> bool:
         return self.plan.role == "beta"
 
+    @property
+    def parked(self) -> bool:
+        return self.parked_at is not None
+
+    @property
+    def revocable(self) -> bool:
+        """A beta's reservation that may be taken back: nothing has been promised yet."""
+        return self.is_beta and self.exposed and not self.ended and self.end_index is None
+
 
 @dataclass
 class MicroRequests:
-    """Table of live micro-requests, with the two outboxes."""
+    """Table of live micro-requests, with the two outboxes. num_workers: of this instance."""
 
+    num_workers: int = 1
     by_id: dict[str, MicroRequest] = field(default_factory=dict)
+    betas: dict[str, MicroRequest] = field(default_factory=dict)
+    """Those that have not resumed, oldest first."""
+    parked: dict[str, MicroRequest] = field(default_factory=dict)
+    """Alphas at their hand-off point, the longest there first."""
     commands: list[tuple[str, Command]] = field(default_factory=list)
     """(request id, command) for the workers' agents."""
     events: list[Event] = field(default_factory=list)
     transfers: dict[str, str] = field(default_factory=dict)
     """Request id per transfer id, for transfers whose reports may still come."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often each turn of a hand-off was taken."""
+
+    @property
+    def has_messages(self) -> bool:
+        """A step is needed to carry them out of the scheduler."""
+        return bool(self.commands or self.events)
 
     def add(self, request_id: str, plan: Plan) -> MicroRequest:
         micro = self.by_id[request_id] = MicroRequest(request_id, plan)
         if plan.transfer_id is not None:
             self.transfers[plan.transfer_id] = request_id
+        if micro.is_beta:
+            self.betas[request_id] = micro
         return micro
 
     def hand_off_of(self, request_id: str) -> int | None:
         """The token at which this request must stop being scheduled; None: nowhere."""
         micro = self.by_id.get(request_id)
-        return micro.plan.hand_off_at if micro is not None and micro.is_alpha and not micro.ended else None
+        if micro is None or not micro.is_alpha or micro.ended:
+            return None
+        return micro.parked_at if micro.parked else micro.plan.hand_off_at
 
     def command(self, request_id: str, command: Command) -> None:
         self.by_id[request_id].exposed = True
         self.commands.append((request_id, command))
 
+    # -- alpha ---------------------------------------------------------------------------------------------------------
+
     def preempt(self, request_id: str) -> str | None:
         """An alpha lost its blocks and starts again: the transfer whose unsent blocks must be forgotten, if there is one."""
         micro = self.by_id.get(request_id)
-        if micro is None or not micro.is_alpha or not micro.exposed:
+        if micro is None or not micro.is_alpha:
             return None
+        self.unpark(micro)
         micro.ready_blocks = 0
         micro.complete = False
-        return micro.plan.transfer_id
+        return micro.plan.transfer_id if micro.exposed else None
 
-    def park(self, micro: MicroRequest) -> None:
-        micro.parked = True
+    def park(self, micro: MicroRequest, now_s: float) -> None:
         assert micro.plan.hand_off_at is not None
-        self.events.append(Parked(micro.request_id, micro.plan.hand_off_at, micro.cached_tokens))
+        micro.parked_at, micro.parked_s = micro.plan.hand_off_at, now_s
+        micro.told_parked = True
+        self.parked[micro.request_id] = micro
+        self.counts["parked"] += 1
+        self.events.append(Parked(micro.request_id, micro.parked_at, micro.cached_tokens))
+
+    def unpark(self, micro: MicroRequest) -> None:
+        micro.parked_at = None
+        self.parked.pop(micro.request_id, None)
+
+    def lift(self, micro: MicroRequest, reason: str) -> None:
+        """The instance itself decides that this alpha goes on."""
+        micro.plan.hand_off_at = None
+        self.counts["lifted"] += 1
+        self.events.append(Lifted(micro.request_id, reason))
+
+    def is_delivered(self, micro: MicroRequest) -> bool:
+        """Whether the beta has all that it needs, on every worker."""
+        return micro.plan.hand_off_at is not None and micro.delivered >= self.num_workers
+
+    # -- beta ----------------------------------------------------------------------------------------------------------
+
+    def granted(self, micro: MicroRequest, blocks: int, tokens: int) -> None:
+        """The beta holds this many blocks, good for this many tokens."""
+        self.counts["granted" if not micro.granted_blocks else "grown"] += 1
+        micro.granted_blocks = blocks
+        self.events.append(Granted(micro.request_id, micro.cached_tokens, tokens))
+
+    def revoked(self, micro: MicroRequest, reason: str) -> None:
+        self.counts["revoked"] += 1
+        self.events.append(Revoked(micro.request_id, reason))
+
+    def complete(self, micro: MicroRequest, end_index: int) -> None:
+        """The alpha has stopped: these are all the blocks that will come."""
+        assert micro.plan.transfer_id is not None
+        micro.end_index = end_index
+        self.command(micro.request_id, Complete(micro.plan.transfer_id, end_index))
+
+    def all_landed(self, micro: MicroRequest) -> bool:
+        """Every worker has every block of the beta, as far as they have reported."""
+        return micro.end_index is not None and micro.landed_blocks >= self.num_workers * (micro.end_index - micro.first_index)
 
     def resume(self, micro: MicroRequest) -> None:
-        micro.resumed = True
-        self.events.append(Resumed(micro.request_id))
+        micro.resumed = micro.received = True
+        del self.betas[micro.request_id]
+        self.events.append(Resumed(micro.request_id, micro.step_rest_ms))
 
-    def report(self, report: TransferReport) -> None:
-        if request_id := self.transfers.get(report.transfer_id):
-            self.events.append(Moved(request_id, report.kind, report.blocks, report.bytes, report.before_end, report.at_s))
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def report(self, report: TransferReport) -> MicroRequest | None:
+        """A worker's news. Returns a beta whose transfer has failed while its reservation can be taken back."""
+        micro = self.by_id.get(self.transfers.get(report.transfer_id, ""))
+        if micro is None:
+            return None
+        match report.kind:
+            case "delivered":
+                micro.delivered += 1
+            case "failed":
+                self.counts["failed"] += 1
+                return micro if micro.revocable else None
+            case kind:
+                if kind == "received":
+                    micro.landed_blocks += report.blocks
+                self.events.append(
+                    Moved(micro.request_id, kind, report.blocks, report.bytes, report.before_end, report.age_ms, report.took_ms)
+                )
+        return None
+
+    def awaits_workers(self, request_id: str) -> bool:
+        """Whether a beta's blocks are not the request's alone before its workers say so."""
+        micro = self.by_id.get(request_id)
+        return micro is not None and not micro.received
 
     def end(self, request_id: str) -> bool:
         """The engine is done with the request. True: a worker may still touch its blocks; `settle` follows."""
@@ -141,6 +249,7 @@ class MicroRequests:
         if micro is None:
             return False
         micro.ended = True
+        self.parked.pop(request_id, None)
         if micro.exposed and not micro.received:
             transfer_id = micro.plan.transfer_id
             assert transfer_id is not None
@@ -156,6 +265,7 @@ class MicroRequests:
 
     def forget(self, request_id: str) -> MicroRequest:
         micro = self.by_id.pop(request_id)
+        self.betas.pop(request_id, None)
         if micro.plan.transfer_id is not None:
             self.transfers.pop(micro.plan.transfer_id, None)
         return micro

@@ -19,8 +19,9 @@ class PluginOptions:
 
     transports: the ways to move KV that this instance offers, best first (names of `dynaserve.kv_transfer.transports`,
     or `module:Class`).
-    batching: "vllm", or "slo", which the rest is about. tbt_slo_ms: of requests that name none. min_prefill_tokens: of a step
-    whose decodes leave no time for a single one. profile: file that keeps the learnt latency of steps; None: it is forgotten.
+    batching: "vllm", or "slo", which the rest is about. tbt_slo_ms, ttft_slo_ms: of requests that name none; None: the first token
+    may come at any time. min_prefill_tokens: of a step whose decodes leave no time for a single one. profile: file that keeps the
+    learnt latency of steps; None: it is forgotten. step_log: file that gets a line per step; None: none.
     """
 
     host: str = "127.0.0.1"
@@ -30,6 +31,11 @@ class PluginOptions:
     tbt_slo_ms: float = 100.0
     min_prefill_tokens: int = 16
     profile: str | None = None
+    ttft_slo_ms: float | None = None
+    step_log: str | None = None
+    max_parked: int = 64
+    park_timeout_ms: float = 10_000.0
+    """Of alphas at their hand-off points: how many, and how long, before the instance goes on with one alone."""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PluginOptions:
@@ -41,6 +47,10 @@ class PluginOptions:
             args.tbt_slo_ms,
             args.dynaserve_min_prefill_tokens,
             args.dynaserve_profile,
+            args.ttft_slo_ms,
+            args.dynaserve_step_log,
+            max_parked=args.dynaserve_max_parked,
+            park_timeout_ms=args.dynaserve_park_timeout_ms,
         )
 
     @classmethod
@@ -81,13 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=PluginOptions.batching,
         help="slo: as much prefill beside the decodes as the learnt latency of steps leaves under --tbt-slo-ms (default: %(default)s)",
     )
-    group.add_argument(
-        "--tbt-slo-ms",
-        type=_positive,
-        default=PluginOptions.tbt_slo_ms,
-        metavar="MS",
-        help="most time between two tokens; a request may name its own as vllm_xargs dynaserve_tbt_ms (default: %(default)s)",
-    )
+    if "--tbt-slo-ms" not in parser._option_string_actions:  # a front-end, whose parser is vLLM's too, has both of its own
+        _add_slos(group)
     group.add_argument(
         "--dynaserve-min-prefill-tokens",
         type=_count,
@@ -100,11 +105,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keep the learnt latency of steps here, and begin with it (default: it is learnt anew at each start)",
     )
+    group.add_argument(
+        "--dynaserve-step-log", metavar="FILE", help="write a line of CSV per step: batch, predicted and measured time (default: none)"
+    )
+    group.add_argument(
+        "--dynaserve-max-parked",
+        type=_count,
+        default=PluginOptions.max_parked,
+        metavar="REQUESTS",
+        help="alphas that may stand at their hand-off points; the instance finishes the oldest of more alone (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dynaserve-park-timeout-ms",
+        type=_positive,
+        default=PluginOptions.park_timeout_ms,
+        metavar="MS",
+        help="how long an alpha may stand at its hand-off point before the instance finishes it alone (default: %(default)s)",
+    )
+
+
+def _add_slos(group: Any) -> None:
+    group.add_argument(
+        "--tbt-slo-ms",
+        type=_positive,
+        default=PluginOptions.tbt_slo_ms,
+        metavar="MS",
+        help="most time between two tokens; a request may name its own as vllm_xargs dynaserve_tbt_ms (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ttft-slo-ms",
+        type=_positive,
+        default=PluginOptions.ttft_slo_ms,
+        metavar="MS",
+        help="most time until the first token; a request may name its own as vllm_xargs dynaserve_ttft_ms (default: none)",
+    )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 

@@ -26,6 +26,7 @@ VLLM_VERSION = "0.32."
 _EXPECTED: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs.add_cli_args": ("parser",),
     "vllm.plugins:load_endpoint_plugins": ("supported_tasks",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_block_frees": ("self",),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": ("self", "blocks", "num_computed_tokens"),
     "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": ("self", "request"),
     "vllm.v1.core.sched.scheduler:Scheduler._handle_blocked_waiting_request": ("self", "request"),
@@ -36,7 +37,9 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
         "num_computed_tokens",
         "num_new_tokens",
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
     "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": ("self", "request_ids", "finished_status"),
+    "vllm.v1.core.sched.scheduler:Scheduler.has_requests": ("self",),
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("self", "scheduler_output", "model_runner_output"),
     "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async": ("self", "method", "args"),
     "vllm.v1.engine.core_client:EngineCoreClient.make_async_mp_client": (
@@ -49,6 +52,7 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
         "renderer",
     ),
     "vllm.v1.request:Request.append_output_token_ids": ("self", "token_ids"),
+    "vllm.v1.structured_output:StructuredOutputManager.accept_tokens": ("self", "request", "new_token_ids"),
     "vllm.v1.worker.gpu_input_batch:InputBatch.add_request": ("self", "request"),
 }
 

@@ -14,8 +14,17 @@ SPLIT_ARG = "dynaserve_split"
 TRANSPORT_ARG = "dynaserve_transport"
 """`vllm_xargs` key: the transport for this request's KV, for comparisons and for finding faults."""
 
+CHUNKED_ARG = "dynaserve_chunked"
+"""`vllm_xargs` key: 0 sends this request's KV when its first half is done instead of while it computes, for comparisons."""
 TBT_ARG = "dynaserve_tbt_ms"
 """`vllm_xargs` key: the TBT SLO of this request, instead of the instance's."""
+TTFT_ARG = "dynaserve_ttft_ms"
+"""`vllm_xargs` key: the TTFT SLO of this request, instead of the instance's."""
+
+EXPECTED_ARG = "dynaserve_expected_tokens"
+"""`vllm_xargs` key: how many tokens the caller expects as the answer."""
+CLASS_ARG = "dynaserve_class"
+"""`vllm_xargs` key: a name for requests whose answers are alike in length."""
 
 
 def is_slo_ms(value: object) -> TypeGuard[float]:
@@ -30,6 +39,11 @@ class CutRequest:
     max_tokens: int
     forced_split: int | None
     transport: str | None
+    chunked: bool
+    expected_tokens: int | None = None
+    request_class: str = ""
+    tbt_ms: float | None = None
+    ttft_ms: float | None = None
 
     @classmethod
     def of(cls, request: EngineCoreRequest) -> CutRequest:
@@ -37,7 +51,17 @@ class CutRequest:
         if params is None or params.max_tokens is None:
             raise ValueError(f"request {request.request_id} has no sampling parameters or no max_tokens")
         extra_args = params.extra_args or {}
-        return cls(len(request.prompt_token_ids or ()), params.max_tokens, extra_args.get(SPLIT_ARG), extra_args.get(TRANSPORT_ARG))
+        return cls(
+            len(request.prompt_token_ids or ()),
+            params.max_tokens,
+            extra_args.get(SPLIT_ARG),
+            extra_args.get(TRANSPORT_ARG),
+            bool(extra_args.get(CHUNKED_ARG, True)),
+            extra_args.get(EXPECTED_ARG),
+            str(extra_args.get(CLASS_ARG, "")),
+            extra_args.get(TBT_ARG),
+            extra_args.get(TTFT_ARG),
+        )
 
 
 def why_whole(request: EngineCoreRequest, obstacles: Sequence[str | None]) -> str | None:
@@ -50,8 +74,6 @@ def why_whole(request: EngineCoreRequest, obstacles: Sequence[str | None]) -> st
         "multimodal": bool(request.mm_features),
         "streaming_input": request.resumable,
         "prompt_logprobs": params.prompt_logprobs is not None,
-        "structured_outputs": params.structured_outputs is not None,
-        "lora": request.lora_request is not None,
     }
     reasons |= {obstacle.replace(" ", "_"): True for obstacle in obstacles if obstacle is not None}
     return next((reason for reason, holds in reasons.items() if holds), None)

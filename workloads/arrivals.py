@@ -41,10 +41,27 @@ def replay(requests: Sequence[TraceRequest], rate_per_s: float | None = None) ->
     return ((time_s - times[0]) * stretch for time_s in times)
 
 
+def spread(requests: Sequence[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
+    """Requests that share one recorded time, at random times of their bin.
+
+    Some traces record arrivals in bins (Mooncake's: 3 s). The bin is the median time between two different arrivals; a trace
+    without equal times is returned as it is.
+    """
+    times = [request.arrived_at_s for request in requests if request.arrived_at_s is not None]
+    distinct = np.unique(times)
+    if len(times) < len(requests) or len(distinct) in (1, len(times)):
+        return list(requests)
+    bin_s = float(np.quantile(np.diff(distinct), 0.5, method="lower"))
+    later = np.sort(np.array(times) + bin_s * rng.random(len(times)))
+    return [replace(request, arrived_at_s=float(at_s)) for request, at_s in zip(requests, later, strict=True)]
+
+
 def arrival_times(process: str, workload: Workload, rate_per_s: float | None, rng: np.random.Generator) -> Iterator[float]:
-    """process: `poisson`, `gamma:CV` or `trace`. Raises WorkloadError, also if the process needs a rate and there is none."""
+    """process: `poisson`, `gamma:CV`, `trace` or `trace-spread`. Raises WorkloadError, also if a rate is needed and there is none."""
     if process == "trace":
         return replay(workload.requests, rate_per_s)
+    if process == "trace-spread":
+        return replay(spread(workload.requests, rng), rate_per_s)
     cv = _burstiness(process)
     if rate_per_s is None:
         raise WorkloadError(f"arrivals {process} need a rate")
@@ -79,7 +96,7 @@ def _burstiness(process: str) -> float:
     except ValueError:
         cv = 0.0
     if not 0 < cv < np.inf:
-        raise WorkloadError(f"no arrivals {process!r}; there is poisson, gamma:CV with a CV above 0, and trace")
+        raise WorkloadError(f"no arrivals {process!r}; there is poisson, gamma:CV with a CV above 0, trace and trace-spread")
     return cv
 
 

@@ -6,7 +6,10 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workloads import trace
+import numpy as np
+
+from workloads import formats, lengths, trace
+from workloads.lengths import JointLengths, LogNormal
 from workloads.trace import TraceRequest, WorkloadError
 
 SAMPLE = Path(__file__).parent / "data" / "sample.csv"
@@ -16,10 +19,28 @@ TRACE_FILES = {
     "bursty-chat": "servegen_bursty_chat.csv.gz",
     "arxiv-summarization": "arxiv_summarization_lengths.csv.gz",
     "r1-reasoning": "servegen_r1_reasoning.csv.gz",
+    "r1-short-prompt": "servegen_r1_short_prompt.csv.gz",
+    "sharegpt-lengths": "sharegpt_lengths.csv.gz",
     "mooncake": "mooncake_conversation.csv.gz",
+    "mooncake-synthetic": "mooncake_synthetic.csv.gz",
 }
 """Workloads that are not part of this package, and the files that hold them."""
-NAMES = ("sample", "fixed:PROMPT,OUTPUT", "file:PATH", *TRACE_FILES)
+SHAPES = {"table1-prefill": "8192,32", "table1-balanced": "2048,512", "table1-decode": "219,1467"}
+"""The fixed shapes of the paper's Table 1."""
+GENERATED_REQUESTS = 10_000
+MINI_REASONING = JointLengths(LogNormal.of_mean(219, 0.6, 8, 2048), LogNormal.of_mean(1467, 0.5, 16, 8192))
+"""The means of the paper's Mini Reasoning data set; its spread is not published, the one here is assumed."""
+NAMES = (
+    "sample",
+    "fixed:PROMPT,OUTPUT",
+    "file:PATH",
+    *(f"{kind}:PATH" for kind in formats.FORMATS),
+    "fitted:NAME",
+    "mini-reasoning",
+    *SHAPES,
+    "hybrid",
+    *TRACE_FILES,
+)
 
 
 @dataclass(frozen=True)
@@ -31,20 +52,63 @@ class Workload:
     endless: bool = False
 
 
-def load(name: str, traces: Path | None = None) -> Workload:
-    """The workload of that name (one of NAMES). traces: the folder that holds TRACE_FILES. Raises WorkloadError."""
+def load(name: str, traces: Path | None = None, tokenizer: Path | None = None) -> Workload:
+    """The workload of that name (one of NAMES), the same each time. Raises WorkloadError.
+
+    traces: the folder that holds TRACE_FILES. tokenizer: the `tokenizer.json` that counts what a file has as text.
+    """
     kind, colon, rest = name.partition(":")
     if colon and kind == "fixed":
         return Workload(name, (_fixed(name, rest),), endless=True)
     if colon and kind == "file":
         return Workload(name, tuple(trace.read(Path(rest))))
+    if colon and kind in formats.FORMATS:
+        return Workload(name, tuple(formats.read(kind, Path(rest), None if tokenizer is None else formats.tokenizer(tokenizer))))
+    if colon and kind == "fitted":
+        return _generated(name, lengths.fit(load(rest, traces, tokenizer).requests))
+    if name in SHAPES:
+        return Workload(name, (_fixed(name, SHAPES[name]),), endless=True)
     if name == "sample":
         return Workload(name, tuple(trace.read(SAMPLE)))
+    if name == "mini-reasoning":
+        return _generated(name, MINI_REASONING)
+    if name == "hybrid":
+        return _alternating(name, load("bursty-chat", traces), load("azure-code", traces))
+    return Workload(name, tuple(trace.read(_trace_file(name, traces))))
+
+
+def _trace_file(name: str, traces: Path | None) -> Path:
     if name not in TRACE_FILES:
         raise WorkloadError(f"no workload {name!r}; there is {', '.join(NAMES)}")
     if traces is None:
         raise WorkloadError(f"workload {name} is not part of the package: name the folder that holds {TRACE_FILES[name]} with --traces")
-    return Workload(name, tuple(trace.read(traces / TRACE_FILES[name])))
+    return traces / TRACE_FILES[name]
+
+
+def _generated(name: str, distribution: JointLengths) -> Workload:
+    return Workload(name, tuple(distribution.draw(GENERATED_REQUESTS, np.random.default_rng(0))), endless=True)
+
+
+def _alternating(name: str, *parts: Workload) -> Workload:
+    """One request of each in turn, without arrival times, until the first part ends; labelled by their workload."""
+    turns = zip(*(part.requests for part in parts), strict=False)
+    labels = [part.name for part in parts]
+    mixed = (replace(row, arrived_at_s=None, label=label) for turn in turns for row, label in zip(turn, labels, strict=True))
+    return Workload(name, tuple(mixed))
+
+
+def drawn(workload: Workload, count: int, rng: np.random.Generator) -> Workload:
+    """That many requests of the workload, each drawn at random, without arrival times; then the same again, for ever."""
+    rows = lengths.drawn(workload.requests, count, rng)
+    return Workload(workload.name, tuple(replace(row, arrived_at_s=None) for row in rows), endless=True)
+
+
+def since(workload: Workload, start_s: float) -> Workload:
+    """Without what arrives before that time of the trace; the rest keeps its times. Raises WorkloadError if nothing is left."""
+    kept = tuple(request for request in workload.requests if request.arrived_at_s is not None and request.arrived_at_s >= start_s)
+    if not kept:
+        raise WorkloadError(f"workload {workload.name} has no request that arrives at {start_s:g} s or later")
+    return replace(workload, requests=kept)
 
 
 def scaled(workload: Workload, scale: float) -> Workload:

@@ -20,6 +20,8 @@ REQUIRED_COLUMNS = ("arrived_at_s", "prompt_tokens", "output_tokens")
 LABEL_COLUMNS = ("class", "client")
 HASH_BLOCK_TOKENS = 512
 """What one id of the column `hash_ids` stands for: the block size of the Mooncake traces."""
+READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error)
+"""What reading a file raises if the file is not there, or not what its name says."""
 
 
 class WorkloadError(ValueError):
@@ -53,16 +55,17 @@ def read(path: Path) -> list[TraceRequest]:
     column and value.
     """
     try:
-        with _open(path) as file:
+        with open_text(path) as file:
             requests = list(_requests(path, file))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+    except READ_ERRORS as error:
         raise WorkloadError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not requests:
         raise WorkloadError(f"{path}: holds no request")
     return requests
 
 
-def _open(path: Path) -> TextIO:
+def open_text(path: Path) -> TextIO:
+    """Plain or, by its name `.gz`, gzip."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8", newline="")
     return path.open(encoding="utf-8", newline="")

@@ -1,6 +1,5 @@
 // Python names for the core: nothing is decided here.
 #include <nanobind/nanobind.h>
-#include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,26 +11,16 @@
 #include "dynaserve/profile_table.h"
 #include "dynaserve/scheduler.h"
 #include "dynaserve/types.h"
+#include "values.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace dynaserve {
-namespace {
 
-// A value is compared, hashed and shown by its fields, as a frozen dataclass is.
-template <typename Value, typename... Names>
-void AsValue(nb::class_<Value>& cls, Names... names) {
-  cls.def(nb::self == nb::self, nb::sig("def __eq__(self, arg: object, /) -> bool"));
-  cls.def("__hash__",
-          [names...](nb::handle self) { return nb::hash(nb::make_tuple(self.attr(names)...)); });
-  cls.def("__repr__", [names...](nb::handle self) {
-    nb::list fields;
-    (fields.append(nb::str("{}={!r}").format(names, self.attr(names))), ...);
-    return nb::str("{}({})").format(self.type().attr("__name__"),
-                                    nb::str(", ").attr("join")(fields));
-  });
-}
+void BindSimulator(nb::module_& m);  // simulator.cc
+
+namespace {
 
 void BindEnums(nb::module_& m) {
   nb::enum_<PlacementReason>(m, "PlacementReason", "Why a request was cut, or runs whole.")
@@ -42,34 +31,52 @@ void BindEnums(nb::module_& m) {
       .value("not_cuttable", PlacementReason::kNotCuttable)
       .value("split_at_start", PlacementReason::kSplitAtStart)
       .value("split_at_end", PlacementReason::kSplitAtEnd)
-      .value("prompt_too_short", PlacementReason::kPromptTooShort);
+      .value("prompt_too_short", PlacementReason::kPromptTooShort)
+      .value("whole_is_best", PlacementReason::kWholeIsBest)
+      .value("levels_prefill", PlacementReason::kLevelsPrefill)
+      .value("balanced", PlacementReason::kBalanced);
   nb::enum_<Policy>(m, "Policy", "How requests are cut when nothing forces a cut.")
       .value("colocated", Policy::kColocated)
       .value("disaggregated", Policy::kDisaggregated)
-      .value("fixed", Policy::kFixed);
+      .value("fixed", Policy::kFixed)
+      .value("dynamic", Policy::kDynamic)
+      .value("paper", Policy::kPaper);
 }
 
 void BindValues(nb::module_& m) {
   nb::class_<InstanceState> instance(m, "InstanceState", "What an instance reports about itself.");
-  instance.def(nb::init<InstanceId, bool>(), "instance_id"_a, "accepts_new"_a = true)
+  instance
+      .def(nb::init<InstanceId, bool, InstanceLimits>(), "instance_id"_a, "accepts_new"_a = true,
+           "limits"_a = InstanceLimits{})
       .def_ro("instance_id", &InstanceState::instance_id)
-      .def_ro("accepts_new", &InstanceState::accepts_new);
-  AsValue(instance, "instance_id", "accepts_new");
+      .def_ro("accepts_new", &InstanceState::accepts_new)
+      .def_ro("limits", &InstanceState::limits);
+  AsValue(instance, "instance_id", "accepts_new", "limits");
+
+  nb::class_<Slo> slo(m, "Slo", "Service-level objectives of a request; infinity: none.");
+  slo.def(nb::init<double, double>(), nb::kw_only(), "ttft_ms"_a = Slo{}.ttft_ms,
+          "tbt_ms"_a = Slo{}.tbt_ms)
+      .def_ro("ttft_ms", &Slo::ttft_ms)
+      .def_ro("tbt_ms", &Slo::tbt_ms);
+  AsValue(slo, "ttft_ms", "tbt_ms");
 
   nb::class_<RequestSpec> request(m, "RequestSpec", "What the scheduler knows about a request.");
   request
       .def(nb::init<std::string, std::int64_t, std::int64_t, std::int64_t,
-                    std::optional<std::int64_t>, bool>(),
+                    std::optional<std::int64_t>, bool, std::int64_t, Slo>(),
            nb::kw_only(), "request_id"_a, "prompt_tokens"_a, "max_output_tokens"_a,
-           "expected_output_tokens"_a, "forced_split"_a = nb::none(), "may_cut"_a = true)
+           "expected_output_tokens"_a, "forced_split"_a = nb::none(), "may_cut"_a = true,
+           "likely_output_tokens"_a = 0, "slo"_a = Slo{})
       .def_ro("request_id", &RequestSpec::request_id)
       .def_ro("prompt_tokens", &RequestSpec::prompt_tokens)
       .def_ro("max_output_tokens", &RequestSpec::max_output_tokens)
       .def_ro("expected_output_tokens", &RequestSpec::expected_output_tokens)
       .def_ro("forced_split", &RequestSpec::forced_split)
-      .def_ro("may_cut", &RequestSpec::may_cut);
+      .def_ro("may_cut", &RequestSpec::may_cut)
+      .def_ro("likely_output_tokens", &RequestSpec::likely_output_tokens)
+      .def_ro("slo", &RequestSpec::slo);
   AsValue(request, "request_id", "prompt_tokens", "max_output_tokens", "expected_output_tokens",
-          "forced_split", "may_cut");
+          "forced_split", "may_cut", "likely_output_tokens", "slo");
 
   nb::class_<MicroRequest> part(m, "MicroRequest",
                                 "One instance's part: the tokens [start_token, end_token).");
@@ -80,39 +87,91 @@ void BindValues(nb::module_& m) {
       .def_ro("end_token", &MicroRequest::end_token);
   AsValue(part, "instance_id", "start_token", "end_token");
 
+  nb::class_<Prediction> prediction(m, "Prediction",
+                                    "What a policy that predicts expected of its choice; "
+                                    "milliseconds, from the decision on.");
+  prediction.def_ro("ttft_ms", &Prediction::ttft_ms)
+      .def_ro("hand_off_ms", &Prediction::hand_off_ms)
+      .def_ro("decode_step_ms", &Prediction::decode_step_ms)
+      .def_ro("objective_ms", &Prediction::objective_ms)
+      .def_ro("whole_objective_ms", &Prediction::whole_objective_ms)
+      .def_ro("probes", &Prediction::probes)
+      .def_ro("gathering", &Prediction::gathering);
+  AsValue(prediction, "ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms",
+          "whole_objective_ms", "probes", "gathering");
+
   nb::class_<Placement> placement(m, "Placement",
                                   "Which instances run a request; whole if beta is None.");
   placement
-      .def(nb::init<MicroRequest, std::optional<MicroRequest>, PlacementReason>(), "alpha"_a,
-           "beta"_a.none(), "reason"_a)
+      .def(nb::init<MicroRequest, std::optional<MicroRequest>, PlacementReason,
+                    std::optional<Prediction>>(),
+           "alpha"_a, "beta"_a.none(), "reason"_a, "prediction"_a = nb::none())
       .def_ro("alpha", &Placement::alpha)
       .def_ro("beta", &Placement::beta)
       .def_ro("reason", &Placement::reason)
+      .def_ro("prediction", &Placement::prediction)
       .def_prop_ro("split_token", &Placement::split_token,
                    "The end of alpha; the cut if there is a beta.");
-  AsValue(placement, "alpha", "beta", "reason");
+  AsValue(placement, "alpha", "beta", "reason", "prediction");
 
-  nb::class_<Options> options(m, "Options", "The policy; `ratio` is read by `fixed` only.");
-  options.def(nb::init<Policy, double>(), "policy"_a, "ratio"_a = Options{}.ratio)
+  const Options usual;
+  nb::class_<Options> options(m, "Options", "The policy, and what only some policies read.");
+  options
+      .def(nb::init<Policy, double, std::int64_t, double, double, double>(), "policy"_a,
+           "ratio"_a = usual.ratio, nb::kw_only(), "prefill_instances"_a = usual.prefill_instances,
+           "hand_off_ms"_a = usual.hand_off_ms, "kv_token_ms"_a = usual.kv_token_ms,
+           "tolerance_ms"_a = usual.tolerance_ms)
       .def_ro("policy", &Options::policy)
-      .def_ro("ratio", &Options::ratio);
-  AsValue(options, "policy", "ratio");
+      .def_ro("ratio", &Options::ratio)
+      .def_ro("prefill_instances", &Options::prefill_instances)
+      .def_ro("hand_off_ms", &Options::hand_off_ms)
+      .def_ro("kv_token_ms", &Options::kv_token_ms)
+      .def_ro("tolerance_ms", &Options::tolerance_ms);
+  AsValue(options, "policy", "ratio", "prefill_instances", "hand_off_ms", "kv_token_ms",
+          "tolerance_ms");
+
+  nb::class_<Progress> progress(m, "Progress",
+                                "How far a request is on an instance, as far as the caller knows.");
+  progress
+      .def(nb::init<std::string, std::int64_t, std::int64_t>(), nb::kw_only(), "request_id"_a,
+           "computed_tokens"_a, "expected_output_tokens"_a)
+      .def_ro("request_id", &Progress::request_id)
+      .def_ro("computed_tokens", &Progress::computed_tokens)
+      .def_ro("expected_output_tokens", &Progress::expected_output_tokens);
+  AsValue(progress, "request_id", "computed_tokens", "expected_output_tokens");
 }
 
 void BindScheduler(nb::module_& m) {
   nb::class_<Scheduler>(
       m, "Scheduler",
       "Decides which instance computes which tokens of a request.  Not thread-safe.")
-      .def(nb::init<const Options&>(), "options"_a, "ValueError: the ratio is outside [0, 1].")
-      .def("observe", &Scheduler::Observe, "instance"_a,
-           "Adds the instance, or replaces what was known about it.")
+      .def(nb::init<const Options&, const ProfileTable*>(), "options"_a,
+           "table"_a.none() = nb::none(),
+           "table: needed by policies that predict, and copied.\nValueError: the ratio is outside "
+           "[0, 1], another number is negative or not finite, or the table is missing.")
+      .def(
+          "observe", &Scheduler::Observe, "instance"_a,
+          "Adds the instance, or replaces what was known about it.\nValueError: impossible limits.")
       .def("remove", &Scheduler::Remove, "instance_id"_a,
            "Forgets the instance; its requests stay reserved until `finish`.")
-      .def("place", &Scheduler::Place, "request"_a,
+      .def("place", &Scheduler::Place, "request"_a, "now_ms"_a = 0.0,
            "Chooses instances and cut and reserves their tokens; None: no instance accepts new "
            "work.\nValueError: the request is already placed, or a token count is out of range.")
-      .def("finish", &Scheduler::Finish, "request_id"_a,
+      .def("finish", &Scheduler::Finish, "request_id"_a, "now_ms"_a = 0.0,
            "Releases what `place` reserved; unknown ids are ignored.")
+      .def(
+          "report",
+          [](Scheduler& scheduler, const InstanceId& instance_id,
+             const std::vector<Progress>& progress,
+             double now_ms) { scheduler.Report(instance_id, progress, now_ms); },
+          "instance_id"_a, "progress"_a, "now_ms"_a,
+          "Actual progress on an instance replaces the predicted.")
+      .def("observe_step", &Scheduler::ObserveStep, "instance_id"_a, "shape"_a, "measured_ms"_a,
+           "now_ms"_a,
+           "A measured step moves the instance's cost scale.\nValueError: it has no tokens, or a "
+           "time that is not positive.")
+      .def("cost_scale", &Scheduler::CostScale, "instance_id"_a,
+           "Latency of the instance's steps over the table's, as observed steps tell.")
       .def("reserved_tokens", &Scheduler::ReservedTokens, "instance_id"_a,
            "Tokens of the unfinished micro-requests on the instance.")
       .def("check_invariants", &Scheduler::CheckInvariants,
@@ -259,10 +318,13 @@ NB_MODULE(_core, m) {
   // Values that live until the interpreter exits are normal (module constants), not leaks.
   nb::set_leak_warnings(false);
   m.doc() = "The C++ scheduler core; import it through `dynaserve.global_scheduler`.";
-  dynaserve::BindEnums(m);
-  dynaserve::BindValues(m);
-  dynaserve::BindScheduler(m);
   dynaserve::BindCostModel(m);
   dynaserve::BindProfileTable(m);
   dynaserve::BindBatchRule(m);
+  dynaserve::BindExecution(m);
+  dynaserve::BindEnums(m);
+  dynaserve::BindValues(m);
+  dynaserve::BindScheduler(m);
+  dynaserve::BindSearch(m);
+  dynaserve::BindSimulator(m);
 }

@@ -39,10 +39,13 @@ void Check(std::span<const PrefillWork> waiting, const BatchLimits& limits) {
 class Search {
  public:
   Search(const ProfileTable& table, const BatchShape& decodes, std::span<const PrefillWork> waiting)
-      : table_(table), decodes_(decodes), waiting_(waiting) {}
+      : row_(table.RowOf(decodes.decodes, decodes.decode_context_tokens)),
+        decodes_(decodes),
+        waiting_(waiting) {}
 
   double StepMs(std::int64_t tokens) const {
-    return table_.StepMs(ShapeWith(decodes_, waiting_, tokens));
+    const BatchShape shape = ShapeWith(decodes_, waiting_, tokens);
+    return row_.StepMs(shape.prefill_tokens, shape.prefill_pairs);
   }
 
   // The largest budget in [0, most] whose step is within the limit; -1: not even 0 is.
@@ -61,10 +64,17 @@ class Search {
   // The smallest candidate up to `most` that costs at most 1 % more per token than the best.
   std::int64_t Cheapest(std::int64_t most) const {
     double best = CostPerToken(most);
-    ForCandidates(most, [&](std::int64_t tokens) { best = std::min(best, CostPerToken(tokens)); });
-    std::int64_t chosen = most;
     ForCandidates(most, [&](std::int64_t tokens) {
-      if (tokens < chosen && CostPerToken(tokens) <= kAsGood * best) chosen = tokens;
+      best = std::min(best, CostPerToken(tokens));
+      return true;
+    });
+    std::int64_t chosen = most;
+    // Bins and ends of prompts both come in rising order: of each, the first that is good enough.
+    ForCandidates(most, [&](std::int64_t tokens) {
+      if (tokens >= chosen) return false;
+      if (CostPerToken(tokens) > kAsGood * best) return true;
+      chosen = tokens;
+      return false;
     });
     return chosen;
   }
@@ -75,22 +85,22 @@ class Search {
   }
 
   // Between these points a step's latency is linear but for the pairs of attention, so its cost per
-  // token is lowest at one of them, or nearly.
+  // token is lowest at one of them, or nearly.  `visit` returns false to skip the rest of its kind.
   template <typename Visit>
   void ForCandidates(std::int64_t most, Visit visit) const {
     for (const double bin : kTokenBins) {
       const std::int64_t tokens = static_cast<std::int64_t>(bin) - decodes_.tokens();
-      if (tokens > 0 && tokens < most) visit(tokens);
+      if (tokens >= most) break;
+      if (tokens > 0 && !visit(tokens)) break;
     }
     std::int64_t end = 0;
     for (const PrefillWork& work : waiting_) {
       end += work.tokens;
-      if (end >= most) break;
-      visit(end);
+      if (end >= most || !visit(end)) break;
     }
   }
 
-  const ProfileTable& table_;
+  const StepRow row_;
   const BatchShape& decodes_;
   std::span<const PrefillWork> waiting_;
 };

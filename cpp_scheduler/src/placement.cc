@@ -41,6 +41,9 @@ std::optional<std::int64_t> PolicySplit(const Options& options, const RequestSpe
       return request.prompt_tokens;
     case Policy::kFixed:
       return std::llround(options.ratio * static_cast<double>(ExpectedEnd(request)));
+    case Policy::kDynamic:
+    case Policy::kPaper:
+      return std::nullopt;
   }
   return std::nullopt;
 }
@@ -60,9 +63,13 @@ Split ChooseSplit(const Options& options, const RequestSpec& request, std::size_
   return {request.forced_split ? kForced : kPolicy, *token};
 }
 
-Groups GroupsOf(Policy policy, Instances instances) {
-  if (policy != Policy::kDisaggregated || instances.size() == 1) return {instances, instances};
-  const std::size_t num_prefilling = instances.size() / 2;
+Groups GroupsOf(const Options& options, Instances instances) {
+  if (options.policy != Policy::kDisaggregated || instances.size() == 1) {
+    return {instances, instances};
+  }
+  const auto wanted = static_cast<std::size_t>(options.prefill_instances);
+  const std::size_t num_prefilling =
+      wanted > 0 ? std::min(wanted, instances.size() - 1) : instances.size() / 2;
   return {instances.first(num_prefilling), instances.subspan(num_prefilling)};
 }
 
@@ -85,17 +92,24 @@ Placement Cut(const Split& split, const RequestSpec& request, const Groups& grou
   const std::int64_t end_token = std::max(ExpectedEnd(request), split.token + 1);
   return {{alpha->instance_id, 0, split.token},
           MicroRequest{beta->instance_id, split.token, end_token},
-          split.reason};
+          split.reason,
+          std::nullopt};
 }
 
 Placement Whole(const Split& split, const RequestSpec& request, const Groups& groups) {
   // Prefilling instances do not decode, unless a cut at the end says that they do.
   const bool on_alpha = split.reason == PlacementReason::kSplitAtEnd;
   const InstanceLoad* instance = LeastReserved(on_alpha ? groups.alpha : groups.beta);
-  return {{instance->instance_id, 0, ExpectedEnd(request)}, std::nullopt, split.reason};
+  return {
+      {instance->instance_id, 0, ExpectedEnd(request)}, std::nullopt, split.reason, std::nullopt};
 }
 
 }  // namespace
+
+bool IsCut(PlacementReason reason) {
+  using enum PlacementReason;
+  return reason == kForced || reason == kPolicy || reason == kLevelsPrefill || reason == kBalanced;
+}
 
 std::int64_t ComputedTokens(std::int64_t prompt_tokens, std::int64_t output_tokens) {
   return prompt_tokens + std::max<std::int64_t>(output_tokens - 1, 0);
@@ -105,7 +119,7 @@ std::optional<Placement> ChoosePlacement(const Options& options, const RequestSp
                                          std::span<const InstanceLoad> instances) {
   if (instances.empty()) return std::nullopt;
   const Split split = ChooseSplit(options, request, instances.size());
-  const Groups groups = GroupsOf(options.policy, instances);
+  const Groups groups = GroupsOf(options, instances);
   return split.cuts() ? Cut(split, request, groups) : Whole(split, request, groups);
 }
 

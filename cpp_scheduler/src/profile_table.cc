@@ -14,6 +14,9 @@ constexpr double kLeastSigma = 0.01;
 constexpr double kOutlierSigmas = 3.0;
 // Of the last error in the running estimates: a change is followed within some twenty steps.
 constexpr double kScaleGain = 0.05;
+// Of the last error in what the last few steps had in common: other tenants of a machine come and
+// go within some steps.
+constexpr double kRecentGain = 0.3;
 constexpr double kSigmaGain = 0.02;
 constexpr double kLeastBinGain = 0.05;
 constexpr double kLearntWeight = 0.5;
@@ -60,11 +63,12 @@ void Envelope(std::vector<double>& grid, bool upward, Pick pick) {
 
 }  // namespace
 
-// Where a shape lies: its eight bins with their weights, and the point inside the grid nearest to
-// it.
+// Where a shape lies: between two bins of tokens, among four of decodes and context (their indices
+// in the row of a token bin, and their weights); and the point inside the grid nearest to it.
 struct ProfileTable::Cell {
-  std::array<std::size_t, 8> bins;
-  std::array<double, 8> weights;
+  Position token;
+  std::array<std::size_t, 4> columns;
+  std::array<double, 4> weights;
   double tokens, decodes, mean_context;  // clamped to the grid
 };
 
@@ -98,12 +102,12 @@ ProfileTable::Cell ProfileTable::Locate(const BatchShape& shape) const {
   const Position d = PositionOf(kDecodeBins, decodes);
   const Position c = PositionOf(kContextBins, mean_context);
   Cell cell;
-  for (std::size_t corner = 0; corner < 8; ++corner) {
-    const bool far_t = (corner & 4U) != 0, far_d = (corner & 2U) != 0, far_c = (corner & 1U) != 0;
-    cell.bins[corner] = IndexOf(t.below + far_t, d.below + far_d, c.below + far_c);
-    cell.weights[corner] = (far_t ? t.fraction : 1.0 - t.fraction) *
-                           (far_d ? d.fraction : 1.0 - d.fraction) *
-                           (far_c ? c.fraction : 1.0 - c.fraction);
+  cell.token = t;
+  for (std::size_t corner = 0; corner < 4; ++corner) {
+    const bool far_d = (corner & 2U) != 0, far_c = (corner & 1U) != 0;
+    cell.columns[corner] = IndexOf(0, d.below + far_d, c.below + far_c);
+    cell.weights[corner] =
+        (far_d ? d.fraction : 1.0 - d.fraction) * (far_c ? c.fraction : 1.0 - c.fraction);
   }
   cell.tokens = std::min(tokens, kTokenBins.back());
   cell.decodes = std::min(decodes, kDecodeBins.back());
@@ -111,12 +115,19 @@ ProfileTable::Cell ProfileTable::Locate(const BatchShape& shape) const {
   return cell;
 }
 
+double ProfileTable::RowMs(std::size_t token_bin, const Cell& cell) const {
+  const double* row = grid_ms_.data() + IndexOf(token_bin, 0, 0);
+  double sum = 0.0;
+  for (std::size_t corner = 0; corner < 4; ++corner) {
+    sum += cell.weights[corner] * row[cell.columns[corner]];
+  }
+  return sum;
+}
+
 double ProfileTable::UnscaledMs(const BatchShape& shape, const Cell& cell) const {
   if (stale_) MakeMonotonic();
-  double inside = 0.0;
-  for (std::size_t corner = 0; corner < 8; ++corner) {
-    inside += cell.weights[corner] * grid_ms_[cell.bins[corner]];
-  }
+  const double inside = (1.0 - cell.token.fraction) * RowMs(cell.token.below, cell) +
+                        cell.token.fraction * RowMs(cell.token.below + 1, cell);
   // Added, not multiplied: a ratio of two rooflines may fall where each of them grows.
   const double beyond =
       roofline_.StepMs(static_cast<double>(shape.tokens()), static_cast<double>(shape.decodes),
@@ -132,7 +143,30 @@ double ProfileTable::UnscaledMs(const BatchShape& shape, const Cell& cell) const
 
 double ProfileTable::StepMs(const BatchShape& shape) const {
   if (shape.tokens() < 1) return 0.0;
-  return std::exp(log_scale_) * UnscaledMs(shape, Locate(shape));
+  return scale_ * UnscaledMs(shape, Locate(shape));
+}
+
+StepRow ProfileTable::RowOf(std::int64_t decodes, std::int64_t decode_context_tokens) const {
+  if (stale_) MakeMonotonic();
+  const Cell cell = Locate({0, 0.0, decodes, decode_context_tokens});
+  StepRow row;
+  row.table_ = this;
+  row.decodes_ = decodes;
+  row.decode_context_tokens_ = decode_context_tokens;
+  row.outside_ = static_cast<double>(decodes) > cell.decodes ||
+                 static_cast<double>(decode_context_tokens) > cell.decodes * kContextBins.back();
+  for (std::size_t t = 0; t < kTokens; ++t) row.ms_[t] = RowMs(t, cell);
+  return row;
+}
+
+double StepRow::StepMs(std::int64_t prefill_tokens, double prefill_pairs) const {
+  const auto tokens = static_cast<double>(prefill_tokens + decodes_);
+  if (outside_ || tokens > kTokenBins.back() || tokens < 1.0) {
+    return table_->StepMs({prefill_tokens, prefill_pairs, decodes_, decode_context_tokens_});
+  }
+  const Position t = PositionOf(kTokenBins, tokens);
+  const double inside = (1.0 - t.fraction) * ms_[t.below] + t.fraction * ms_[t.below + 1];
+  return table_->scale_ * (inside + table_->roofline_.pair_ms * prefill_pairs);
 }
 
 void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
@@ -146,19 +180,27 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
       predicted_ms > 0.0 ? std::log(measured_ms / predicted_ms) : kOutlierSigmas * sigma_;
   const double usual = kOutlierSigmas * sigma_;
   const double step = std::clamp(error, -usual, usual);
+  const double surprise = std::clamp(error - log_recent_, -usual, usual);
+  const std::array<double, 2> token_weights = {1.0 - cell.token.fraction, cell.token.fraction};
   double squares = 0.0;
-  for (const double weight : cell.weights) squares += weight * weight;
+  for (const double token_weight : token_weights) {
+    for (const double weight : cell.weights)
+      squares += token_weight * token_weight * weight * weight;
+  }
   for (std::size_t corner = 0; corner < 8; ++corner) {
-    const std::size_t bin = cell.bins[corner];
-    const double weight = cell.weights[corner];
+    const std::size_t far_t = corner / 4;
+    const std::size_t bin = IndexOf(cell.token.below + far_t, 0, 0) + cell.columns[corner % 4];
+    const double weight = token_weights[far_t] * cell.weights[corner % 4];
     weight_[bin] += weight;
     const double gain = std::max(kLeastBinGain, 1.0 / (1.0 + weight_[bin]));
     // Divided by the squares, a step at a bin and one between bins move the prediction alike.
     Learn(bin, log_ratio_[bin] + gain * weight / squares * step);
   }
   log_scale_ += kScaleGain * step;
-  sigma_ = std::max(kLeastSigma,
-                    std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ + kSigmaGain * step * step));
+  log_recent_ += kRecentGain * surprise;
+  scale_ = std::exp(log_scale_ + log_recent_);
+  sigma_ = std::max(kLeastSigma, std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ +
+                                           kSigmaGain * surprise * surprise));
   ++observed_;
   stale_ = true;
 }
@@ -205,6 +247,8 @@ void ProfileTable::Restore(std::span<const ProfileBin> bins, double log_scale, d
     weight_[bin.index] = bin.weight;
   }
   log_scale_ = log_scale;
+  log_recent_ = 0.0;
+  scale_ = std::exp(log_scale);
   sigma_ = std::max(kLeastSigma, sigma);
   observed_ = 0;
   stale_ = true;

@@ -1,5 +1,6 @@
 #include "dynaserve/scheduler.h"
 
+#include <cmath>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -24,6 +25,15 @@ const Options& Validated(const Options& options) {
   if (!(options.ratio >= 0.0 && options.ratio <= 1.0)) {  // also refuses NaN
     Refuse("ratio is ", options.ratio, ", outside [0, 1]");
   }
+  const auto check = [](const char* name, double value) {
+    if (!(value >= 0.0) || !std::isfinite(value)) {
+      Refuse(name, " is ", value, "; it must be finite and not negative");
+    }
+  };
+  check("prefill_instances", static_cast<double>(options.prefill_instances));
+  check("hand_off_ms", options.hand_off_ms);
+  check("kv_token_ms", options.kv_token_ms);
+  check("tolerance_ms", options.tolerance_ms);
   return options;
 }
 
@@ -37,6 +47,9 @@ void Validate(const RequestSpec& request) {
   ValidateTokens("prompt_tokens", request.prompt_tokens);
   ValidateTokens("max_output_tokens", request.max_output_tokens);
   ValidateTokens("expected_output_tokens", request.expected_output_tokens);
+  ValidateTokens("likely_output_tokens", request.likely_output_tokens);
+  if (!(request.slo.ttft_ms > 0.0)) Refuse("ttft_ms is ", request.slo.ttft_ms, ", not above 0");
+  if (!(request.slo.tbt_ms > 0.0)) Refuse("tbt_ms is ", request.slo.tbt_ms, ", not above 0");
   const std::int64_t end_token = request.prompt_tokens + request.max_output_tokens;
   if (request.forced_split && (*request.forced_split < 0 || *request.forced_split > end_token)) {
     Refuse("forced_split is ", *request.forced_split, ", outside [0, ", end_token,
@@ -46,29 +59,65 @@ void Validate(const RequestSpec& request) {
 
 }  // namespace
 
-Scheduler::Scheduler(const Options& options) : options_(Validated(options)) {}
+Scheduler::Scheduler(const Options& options, const ProfileTable* table)
+    : options_(Validated(options)) {
+  if (!Predicts(options.policy)) return;
+  if (table == nullptr) Refuse("a policy that predicts needs a latency profile");
+  live_.emplace(options, *table);
+}
 
-void Scheduler::Observe(const InstanceState& instance) { fleet_.Observe(instance); }
+void Scheduler::Observe(const InstanceState& instance) {
+  if (live_) live_->Observe(instance);
+  fleet_.Observe(instance);
+}
 
-void Scheduler::Remove(const InstanceId& instance_id) { fleet_.Remove(instance_id); }
+void Scheduler::Remove(const InstanceId& instance_id) {
+  if (live_) live_->Remove(instance_id);
+  fleet_.Remove(instance_id);
+}
 
-std::optional<Placement> Scheduler::Place(const RequestSpec& request) {
+std::optional<Placement> Scheduler::Place(const RequestSpec& request, double now_ms) {
   Validate(request);
   if (fleet_.IsReserved(request.request_id)) {
     Refuse("request_id \"", request.request_id, "\" is already placed");
   }
   const std::vector<InstanceLoad> instances = fleet_.Accepting();
-  std::optional<Placement> placement = ChoosePlacement(options_, request, instances);
-  if (placement) fleet_.Reserve(request.request_id, *placement);
+  if (instances.empty()) return std::nullopt;
+  const bool predicts = live_ && !(request.forced_split && request.may_cut);
+  std::optional<Placement> placement = predicts ? live_->Choose(request, instances, now_ms)
+                                                : ChoosePlacement(options_, request, instances);
+  if (!placement) return placement;
+  fleet_.Reserve(request.request_id, *placement);
+  if (live_) live_->Enter(request, *placement, now_ms);
   return placement;
 }
 
-void Scheduler::Finish(const std::string& request_id) { fleet_.Release(request_id); }
+void Scheduler::Finish(const std::string& request_id, double now_ms) {
+  if (live_) live_->Finish(request_id, now_ms);
+  fleet_.Release(request_id);
+}
+
+void Scheduler::Report(const InstanceId& instance_id, std::span<const Progress> progress,
+                       double now_ms) {
+  if (live_) live_->Report(instance_id, progress, now_ms);
+}
+
+void Scheduler::ObserveStep(const InstanceId& instance_id, const BatchShape& shape,
+                            double measured_ms, double now_ms) {
+  if (live_) live_->ObserveStep(instance_id, shape, measured_ms, now_ms);
+}
+
+double Scheduler::CostScale(const InstanceId& instance_id) const {
+  return live_ ? live_->CostScale(instance_id) : 1.0;
+}
 
 std::int64_t Scheduler::ReservedTokens(const InstanceId& instance_id) const {
   return fleet_.ReservedTokens(instance_id);
 }
 
-void Scheduler::CheckInvariants() const { fleet_.CheckInvariants(); }
+void Scheduler::CheckInvariants() const {
+  fleet_.CheckInvariants();
+  if (live_) live_->CheckInvariants();
+}
 
 }  // namespace dynaserve

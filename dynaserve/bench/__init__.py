@@ -8,6 +8,8 @@ from dynaserve.cli import run_command
 
 COMMANDS = {
     "replay": ("dynaserve.bench.replay:main", "send a workload at fixed times and measure the answers"),
+    "capacity": ("dynaserve.bench.capacity:main", "search for the highest rate that a server sustains within the SLO"),
+    "compare": ("dynaserve.bench.compare:main", "compare the capacities of several systems, in turns, with a report"),
 }
 
 

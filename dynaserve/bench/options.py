@@ -1,4 +1,4 @@
-"""The options of `dynaserve bench replay`."""
+"""The options of `dynaserve bench replay`, most of which its sisters share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class ReplayOptions:
     extra_body: dict[str, Any]
     workload: str
     traces: Path | None
+    tokenizer: Path | None
+    skip_s: float | None
     scale: float
+    drawn: bool
     max_total_tokens: int | None
     requests: int | None
     duration_s: float | None
@@ -54,14 +57,20 @@ class ReplayOptions:
     output: Path | None
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of ending the process."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def parse(arguments: Sequence[str]) -> ReplayOptions:
     """Raises ConfigError in one sentence."""
-    args = _parser().parse_args(arguments)
+    return replay_options(_parser().parse_args(arguments))
+
+
+def replay_options(args: argparse.Namespace) -> ReplayOptions:
+    """From the options of `add_server`, `add_workload` and `add_measurement`."""
     return ReplayOptions(
         url=base_url(args.url),
         model=args.model,
@@ -69,7 +78,10 @@ def parse(arguments: Sequence[str]) -> ReplayOptions:
         extra_body=args.extra_body,
         workload=args.workload,
         traces=args.traces,
+        tokenizer=args.tokenizer,
+        skip_s=args.skip_s,
         scale=args.scale,
+        drawn=args.drawn,
         max_total_tokens=args.max_total_tokens,
         requests=args.requests,
         duration_s=args.duration_s,
@@ -87,21 +99,22 @@ def parse(arguments: Sequence[str]) -> ReplayOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="dynaserve bench replay",
         description="Replays a workload against any OpenAI-compatible server and measures the answers.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_server(parser.add_argument_group("server"))
-    _add_workload(parser.add_argument_group("workload"))
-    _add_measurement(parser.add_argument_group("measurement"))
+    add_server(parser.add_argument_group("server"))
+    add_workload(parser.add_argument_group("workload"))
+    add_measurement(parser.add_argument_group("measurement"))
     return parser
 
 
-def _add_server(group: Any) -> None:
-    group.add_argument("--url", required=True, help="of the server, with or without /v1")
+def add_server(group: Any, *, with_url: bool = True) -> None:
+    if with_url:
+        group.add_argument("--url", required=True, help="of the server, with or without /v1")
     group.add_argument("--model", metavar="NAME", help="(default: the one that the server lists)")
     group.add_argument("--api-key", metavar="KEY", help="(default: the environment variable OPENAI_API_KEY)")
     group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="fields for each request's body")
@@ -115,32 +128,37 @@ def _add_server(group: Any) -> None:
     )
 
 
-def _add_workload(group: Any) -> None:
+def add_workload(group: Any) -> None:
     group.add_argument("--workload", required=True, metavar="NAME", help=" | ".join(catalog.NAMES))
     group.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files")
-    group.add_argument("--rate", type=_positive, metavar="R", help="requests per second on average; trace arrivals have their own")
-    group.add_argument("--arrivals", default="poisson", metavar="HOW", help="poisson | gamma:CV | trace (default: %(default)s)")
-    group.add_argument("--requests", type=_whole(1), metavar="N", help="only the first N")
-    group.add_argument("--duration-s", type=_positive, metavar="T", help="only those sent in the first T seconds")
-    group.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="lengths times X, at least 1 token (default: 1)")
-    group.add_argument("--max-total-tokens", type=_whole(2), metavar="N", help="leave out requests that are longer, after scaling")
-    group.add_argument("--seed", type=_whole(0), default=1, metavar="N", help="of the arrival times (default: %(default)s)")
+    group.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json that counts the tokens of sharegpt:PATH")
+    group.add_argument("--skip-s", type=positive, metavar="T", help="leave out the first T seconds of the trace")
+    group.add_argument("--rate", type=positive, metavar="R", help="requests per second on average; trace arrivals have their own")
+    group.add_argument(
+        "--arrivals", default="poisson", metavar="HOW", help="poisson | gamma:CV | trace | trace-spread (default: %(default)s)"
+    )
+    group.add_argument("--requests", type=whole(1), metavar="N", help="only the first N")
+    group.add_argument("--duration-s", type=positive, metavar="T", help="only those sent in the first T seconds")
+    group.add_argument("--scale", type=positive, default=1.0, metavar="X", help="lengths times X, at least 1 token (default: 1)")
+    group.add_argument("--drawn", action="store_true", help="each request is a random one of the workload, by the seed; for ever")
+    group.add_argument("--max-total-tokens", type=whole(2), metavar="N", help="leave out requests that are longer, after scaling")
+    group.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of arrival times and --drawn (default: %(default)s)")
     group.add_argument(
         "--prompt-seed",
-        type=_whole(0),
+        type=whole(0),
         metavar="N",
         help="of the prompts' tokens (default: a new one, as a prefix cache would serve prompts that were sent before; it is recorded)",
     )
 
 
-def _add_measurement(group: Any) -> None:
-    group.add_argument("--warmup", type=_whole(0), default=0, metavar="N", help="requests sent before, one by one, and not counted")
-    group.add_argument("--timeout-s", type=_positive, default=600.0, metavar="T", help="for one request (default: %(default)s)")
-    group.add_argument("--tbt-slo-ms", type=_positive, default=100.0, metavar="MS", help="(default: %(default)s)")
-    group.add_argument("--ttft-slo-ms", type=_positive, metavar="MS", help="(default: none)")
+def add_measurement(group: Any) -> None:
+    group.add_argument("--warmup", type=whole(0), default=0, metavar="N", help="requests sent before, one by one, and not counted")
+    group.add_argument("--timeout-s", type=positive, default=600.0, metavar="T", help="for one request (default: %(default)s)")
+    group.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
+    group.add_argument("--ttft-slo-ms", type=positive, metavar="MS", help="(default: none)")
     group.add_argument(
         "--max-client-lag-ms",
-        type=_positive,
+        type=positive,
         default=10.0,
         metavar="MS",
         help="the P99 of how late this client may send, and wake up; more is not reported (default: %(default)s, a tenth of the"
@@ -149,7 +167,7 @@ def _add_measurement(group: Any) -> None:
     group.add_argument("--output", type=Path, metavar="FILE", help="raw data as JSON")
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -159,7 +177,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def whole(least: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")

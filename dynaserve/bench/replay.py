@@ -46,7 +46,7 @@ def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
     prompts = Prompts(secrets.randbits(32) if opts.prompt_seed is None else opts.prompt_seed, opts.vocabulary)
     client.allow_many_connections()
     with report.ProgressLine.on(Console(stderr=True, highlight=False)) as line:
-        server, recording = asyncio.run(_measure(opts, requests, prompts, line.show))
+        server, recording = asyncio.run(measure(opts, requests, prompts, line.show))
     summary = summarize(recording.records, recording.loop_lags_ms, opts.slo)
     problem = why_not_exact(recording.records) or why_late(summary, opts.max_client_lag_ms)
     provenance = _provenance(opts, arguments, server, prompts)
@@ -63,18 +63,24 @@ def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
 def plan_requests(opts: ReplayOptions) -> list[TraceRequest]:
     """What is sent when, by the options and the seed alone. Raises ConfigError."""
     try:
-        workload = catalog.scaled(catalog.load(opts.workload, opts.traces), opts.scale)
+        workload = catalog.scaled(catalog.load(opts.workload, opts.traces, opts.tokenizer), opts.scale)
+        if opts.skip_s is not None:
+            workload = catalog.since(workload, opts.skip_s)
         if opts.max_total_tokens is not None:
             workload = catalog.limited(workload, opts.max_total_tokens)
-        times = arrivals.arrival_times(opts.arrivals, workload, opts.rate_per_s, np.random.default_rng(opts.seed))
+        rng = np.random.default_rng(opts.seed)
+        if opts.drawn:
+            workload = catalog.drawn(workload, catalog.GENERATED_REQUESTS, np.random.default_rng((opts.seed, 1)))
+        times = arrivals.arrival_times(opts.arrivals, workload, opts.rate_per_s, rng)
         return arrivals.schedule(workload, times, requests=opts.requests, duration_s=opts.duration_s)
     except WorkloadError as error:
         raise ConfigError(str(error)) from error
 
 
-async def _measure(
+async def measure(
     opts: ReplayOptions, requests: Sequence[TraceRequest], prompts: Prompts, show: Callable[[Progress], None]
 ) -> tuple[Endpoint, Recording]:
+    """Probes the server, warms it up and replays the requests. Raises ConfigError if the server does not do as asked before."""
     async with client.http_client(opts.api_key) as http:
         probe = [opts.vocabulary.start, opts.vocabulary.stop - 1]
         server = await endpoint.find(http, opts.url, opts.model, opts.extra_body, probe)

@@ -22,6 +22,7 @@ from dynaserve.bench.client import Progress, Recording
 from dynaserve.bench.measures import Distribution, Slo, Summary
 from dynaserve.bench.records import RequestRecord
 from dynaserve.errors import ConfigError
+from dynaserve.machine import cpu_model
 
 RAW_FORMAT = 1
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -139,7 +140,7 @@ def _rounded(values_ms: Sequence[float]) -> list[float]:
 def machine() -> dict[str, Any]:
     """Of the client; where the server runs on the same one, of both."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
@@ -147,13 +148,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
-
-
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], command: str = "replay") -> str:
     """As typed, but the key: raw data are passed on."""
     shown = list(arguments)
     for index, argument in enumerate(arguments):
@@ -161,4 +156,4 @@ def command_line(arguments: Sequence[str]) -> str:
             shown[index] = "--api-key=***"
         elif index and arguments[index - 1] == "--api-key":
             shown[index] = "***"
-    return shlex.join(["dynaserve", "bench", "replay", *shown])
+    return shlex.join(["dynaserve", "bench", command, *shown])

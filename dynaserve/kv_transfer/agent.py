@@ -23,11 +23,11 @@ import zmq
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.transport import Transport, TransportError, WorkerEndpoint
-from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Message, Revoke
+from dynaserve.kv_transfer.wire import Done, Grant, Message, Revoke
 
 logger = logging.getLogger(__name__)
 
-Command = tx.Ready | tx.Retract | tx.Stop | rx.Expect | rx.Cancel
+Command = tx.Ready | tx.Retract | tx.Stop | rx.Expect | rx.Extend | rx.Complete | rx.Cancel
 """What the engine's thread may submit."""
 
 
@@ -43,17 +43,21 @@ _Event = tx.Event | rx.Event | _Rest
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """Blocks that have left (`kind="sent"`) or arrived (`kind="received"`).
+    """News of one transfer.
 
-    before_end: sent while the sender was still computing. at_s: wall clock of this machine, seconds since the epoch.
+    kind: "sent" (blocks have left), "received" (blocks have arrived), "failed" (what has not arrived will not come) or
+    "delivered" (the receiver has all that it needs). before_end: sent while the sender was still computing. took_ms: to send.
+    at_s: monotonic clock of the worker's machine, seconds. age_ms: how long ago that was when the report was taken.
     """
 
     transfer_id: str
     kind: str
-    blocks: int
-    bytes: int
-    before_end: bool
     at_s: float
+    age_ms: float = 0.0
+    blocks: int = 0
+    bytes: int = 0
+    before_end: bool = False
+    took_ms: float = 0.0
 
 
 @dataclass
@@ -70,10 +74,18 @@ class Agent:
     """Moves blocks for one worker. `transports` by name; the agent closes them.
 
     worker_id: unique per start of the process. host: address to bind the control socket to.
-    block_bytes: of one block over all layers.
+    block_bytes: of one block over all layers. on_results: called in the control thread when `take_results` has news for which
+    an idle engine should be woken; it returns at once.
     """
 
-    def __init__(self, worker_id: str, host: str, block_bytes: int, transports: Mapping[str, Transport]) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        host: str,
+        block_bytes: int,
+        transports: Mapping[str, Transport],
+        on_results: Callable[[], None] = lambda: None,
+    ) -> None:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
@@ -84,6 +96,7 @@ class Agent:
         self.dropped_messages = 0
         self._transports = transports
         self._block_bytes = block_bytes
+        self._on_results = on_results
         one_sided = frozenset(name for name, transport in transports.items() if transport.one_sided)
         self._sender = tx.Sender(worker_id, one_sided)
         self._receiver = rx.Receiver(self.endpoint, one_sided)
@@ -118,6 +131,8 @@ class Agent:
     def take_results(self) -> Results:
         with self._lock:
             results, self._results = self._results, Results()
+        now_s = time.monotonic()
+        results.reports = [msgspec.structs.replace(report, age_ms=1e3 * (now_s - report.at_s)) for report in results.reports]
         return results
 
     def open_transfers(self) -> Counter[str]:
@@ -203,7 +218,7 @@ class Agent:
             case tx.Ready() | tx.PushDone() | tx.PushFailed() | tx.Retract() | tx.Stop() | Grant() | Done() | Revoke():
                 for instruction in self._sender.handle(event):
                     self._send_side(instruction)
-            case rx.Expect() | Blocks() | rx.Landed() | rx.ReceiveFailed() | rx.Cancel() | Broken() | Closed():
+            case _:
                 if isinstance(event, rx.Expect):
                     self._peers[event.sender.worker_id] = event.sender
                 for received in self._receiver.handle(event):
@@ -215,11 +230,14 @@ class Agent:
                 self._tell(peer, message)
             case tx.Push(receiver=peer):
                 self._on_lane("push", peer, lambda: self._push(instruction))
-            case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end):
-                self._report(TransferReport(transfer_id, "sent", blocks, blocks * self._block_bytes, before_end, time.time()))
+            case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end, took_ms=took_ms):
+                self._report(transfer_id, "sent", blocks, before_end, took_ms)  # for the record: nobody is woken
+            case tx.Delivered(transfer_id=transfer_id):
+                self._report(transfer_id, "delivered")
             case tx.SendingStopped(transfer_id=transfer_id):
                 with self._lock:
                     self._results.sending_stopped.append(transfer_id)
+                self._on_results()
 
     def _receive_side(self, instruction: rx.Instruction) -> None:
         match instruction:
@@ -230,13 +248,19 @@ class Agent:
             case rx.Discard(sender_id=sender_id, transport=name, num_blocks=num_blocks):
                 self._discard(sender_id, name, num_blocks)
             case rx.Arrived(transfer_id=transfer_id, num_blocks=blocks):
-                self._report(TransferReport(transfer_id, "received", blocks, blocks * self._block_bytes, False, time.time()))
+                self._report(transfer_id, "received", blocks)
+                self._on_results()
+            case rx.Failed(transfer_id=transfer_id):
+                self._report(transfer_id, "failed")
+                self._on_results()
             case rx.Received(transfer_id=transfer_id, lost_blocks=lost):
                 with self._lock:
                     self._results.received.append(transfer_id)
                     self._results.lost_blocks.extend(lost)
+                self._on_results()
 
-    def _report(self, report: TransferReport) -> None:
+    def _report(self, transfer_id: str, kind: str, blocks: int = 0, before_end: bool = False, took_ms: float = 0.0) -> None:
+        report = TransferReport(transfer_id, kind, time.monotonic(), 0.0, blocks, blocks * self._block_bytes, before_end, took_ms)
         with self._lock:
             self._results.reports.append(report)
 
@@ -267,6 +291,7 @@ class Agent:
         try:
             if push.fence is not None:
                 push.fence()
+            began_s = time.monotonic()
             self._transport(push.transport).push(push.receiver, push.local_blocks, push.remote_blocks)
         except Exception as error:
             logger.warning("push of transfer %s failed: %s", push.transfer_id, error, exc_info=not isinstance(error, TransportError))
@@ -274,7 +299,7 @@ class Agent:
                 self._transports[push.transport].drop(push.receiver)
             self._post(tx.PushFailed(push.transfer_id, str(error)))
         else:
-            self._post(tx.PushDone(push.transfer_id))
+            self._post(tx.PushDone(push.transfer_id, 1e3 * (time.monotonic() - began_s)))
 
     def _receive(self, receive: rx.Receive) -> None:
         try:

@@ -1,8 +1,10 @@
 """The receiving half of a KV transfer: what has been granted, what has arrived, when blocks may be reused.
 
-    Expect --> OPEN --all blocks landed--> (forgotten, RECEIVED)
-               OPEN --Cancel or a failure--> CLOSING --Closed, nothing being written--> (forgotten, RECEIVED or LOST)
+    Expect --> OPEN --Complete, all blocks landed-------> (forgotten, RECEIVED)
+               OPEN --Complete, the rest is lost--------> (forgotten, RECEIVED with the lost blocks)
+               OPEN --Cancel--> CLOSING --Closed, nothing being written--> (forgotten, RECEIVED)
 
+B grants a transfer piece by piece (`Expect`, then `Extend`) and learns only at the end how long it is (`Complete`).
 A granted block is never handed back while the sender might still write to it: cancelling asks the sender to stop,
 and only its `Closed` (or the end of a two-sided channel) ends the transfer.  Pure, like `sender`.
 The state and failure tables are in docs/kv_transfer.md.
@@ -29,6 +31,22 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
+class Extend:
+    """B has reserved more: `block_ids` follow on those that it has granted."""
+
+    transfer_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """A has stopped: the transfer ends before block `end_index`, all of it granted. Blocks granted beyond stay unwritten."""
+
+    transfer_id: str
+    end_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Landed:
     transfer_id: str
     indexes: tuple[int, ...]
@@ -49,7 +67,7 @@ class Cancel:
     transfer_id: str
 
 
-Event = Expect | Blocks | Landed | ReceiveFailed | Cancel | Broken | Closed
+Event = Expect | Extend | Complete | Blocks | Landed | ReceiveFailed | Cancel | Broken | Closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,39 +90,55 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """For the record."""
-
     transfer_id: str
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """What has not arrived will not come; B may cancel, or complete and compute the rest itself."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
-    """The transfer is over; `lost_blocks`: ids of granted blocks that did not arrive (empty: all did, or it was cancelled)."""
+    """The transfer is over, nobody writes its blocks any more; said once for each `Expect`, and for a late `Cancel`.
+
+    lost_blocks: ids of the blocks before the end that did not arrive (empty: all did, or it was cancelled).
+    """
 
     transfer_id: str
     lost_blocks: tuple[int, ...] = ()
 
 
-Instruction = Tell | Receive | Discard | Arrived | Received
+Instruction = Tell | Receive | Discard | Arrived | Failed | Received
 
 
 @dataclass(slots=True)
 class Incoming:
-    expect: Expect
+    """One transfer. block_ids: granted so far, from `first_index` on. end_index: None until `Complete`."""
+
+    sender: WorkerEndpoint
+    transport: str
+    first_index: int
+    block_ids: list[int]
+    end_index: int | None = None
     landed: set[int] = field(default_factory=set)
     receiving: int = 0
     cancelled: bool = False
     failed: bool = False
     closed: bool = False
 
-    @property
-    def closing(self) -> bool:
-        return self.cancelled or self.failed
-
     def block_of(self, index: int) -> int | None:
-        offset = index - self.expect.first_index
-        return self.expect.block_ids[offset] if 0 <= offset < len(self.expect.block_ids) else None
+        offset = index - self.first_index
+        return self.block_ids[offset] if 0 <= offset < len(self.block_ids) else None
+
+    def lost_blocks(self) -> tuple[int, ...]:
+        """Granted blocks before the end that are not here."""
+        assert self.end_index is not None
+        missing = (index for index in range(self.first_index, self.end_index) if index not in self.landed)
+        return tuple(self.block_ids[index - self.first_index] for index in missing)
 
 
 @dataclass
@@ -120,90 +154,101 @@ class Receiver:
     def handle(self, event: Event) -> list[Instruction]:
         if isinstance(event, Expect):
             return self._on_expect(event)
-        transfer = self.transfers.get(event.transfer_id)
+        transfer_id = event.transfer_id
+        transfer = self.transfers.get(transfer_id)
         if transfer is None:
             return self._on_unknown(event)
         match event:
+            case Extend(block_ids=block_ids):
+                first = transfer.first_index + len(transfer.block_ids)
+                transfer.block_ids += block_ids
+                return [self._grant(transfer_id, transfer, first, block_ids)]
+            case Complete(end_index=end_index):
+                transfer.end_index = end_index
+                return self._settle(transfer_id, transfer)
             case Blocks():
                 return self._on_blocks(transfer, event)
             case Landed(indexes=indexes):
                 transfer.receiving -= 1
-                return self._on_landed(transfer, indexes)
+                return self._on_landed(transfer_id, transfer, indexes)
             case ReceiveFailed():
                 transfer.receiving -= 1
-                transfer.failed = transfer.closed = True
-                return self._settle(transfer)
+                return self._on_failed(transfer_id, transfer)
             case Broken():
-                transfer.failed = transfer.closed = True
-                return self._settle(transfer)
+                return self._on_failed(transfer_id, transfer)
             case Cancel():
                 transfer.cancelled = True
                 if transfer.closed:
-                    return self._settle(transfer)
-                return [Tell(transfer.expect.sender, Revoke(event.transfer_id, self.endpoint))]
+                    return self._settle(transfer_id, transfer)
+                return [Tell(transfer.sender, Revoke(transfer_id, self.endpoint))]
             case Closed():
                 transfer.closed = True
-                return self._settle(transfer)
+                return self._settle(transfer_id, transfer)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where a finished transfer is still open or a block is granted twice."""
         granted: set[int] = set()
         for transfer in self.transfers.values():
-            blocks = set(transfer.expect.block_ids)
+            blocks = set(transfer.block_ids)
             assert not blocks & granted, "a block is granted to two transfers"
             granted |= blocks
-            assert transfer.closing or len(transfer.landed) < len(transfer.expect.block_ids), "a complete transfer is still open"
+            assert not self._is_over(transfer), "a transfer that is over is still open"
 
     def _on_expect(self, expect: Expect) -> list[Instruction]:
         if expect.transfer_id in self.transfers:
             raise ValueError(f"transfer {expect.transfer_id} is already open")
         if not expect.block_ids:
-            return [Received(expect.transfer_id)]
-        self.transfers[expect.transfer_id] = Incoming(expect)
-        return [
-            Tell(
-                expect.sender,
-                Grant(expect.transfer_id, self.endpoint, expect.transport, expect.first_index, list(expect.block_ids)),
-            )
-        ]
+            raise ValueError(f"transfer {expect.transfer_id} has no blocks")
+        transfer = Incoming(expect.sender, expect.transport, expect.first_index, list(expect.block_ids))
+        self.transfers[expect.transfer_id] = transfer
+        return [self._grant(expect.transfer_id, transfer, expect.first_index, expect.block_ids)]
+
+    def _grant(self, transfer_id: str, transfer: Incoming, first_index: int, block_ids: tuple[int, ...]) -> Tell:
+        return Tell(transfer.sender, Grant(transfer_id, self.endpoint, transfer.transport, first_index, list(block_ids)))
 
     def _on_unknown(self, event: Event) -> list[Instruction]:
-        """Late events of a transfer that is over are normal; a two-sided push still has to be taken off the channel."""
+        """Late events of a transfer that is over are normal; a two-sided push still has to be taken off the channel, and who
+        cancels waits for an answer."""
         if isinstance(event, Blocks):
             return self._refuse(event)
-        return []
+        return [Received(event.transfer_id)] if isinstance(event, Cancel) else []
 
     def _refuse(self, blocks: Blocks) -> list[Instruction]:
         self.refused_blocks += len(blocks.indexes)
         return [] if blocks.transport in self.one_sided else [Discard(blocks.sender_id, blocks.transport, len(blocks.indexes))]
 
     def _on_blocks(self, transfer: Incoming, event: Blocks) -> list[Instruction]:
-        expect = transfer.expect
         blocks = tuple(block for index in event.indexes if (block := transfer.block_of(index)) is not None)
-        if (event.sender_id, event.transport) != (expect.sender.worker_id, expect.transport) or len(blocks) != len(event.indexes):
+        expected = (transfer.sender.worker_id, transfer.transport)
+        if (event.sender_id, event.transport) != expected or len(blocks) != len(event.indexes):
             return self._refuse(event)
         indexes = tuple(event.indexes)
-        if expect.transport in self.one_sided:
-            return self._on_landed(transfer, indexes)
+        if transfer.transport in self.one_sided:
+            return self._on_landed(event.transfer_id, transfer, indexes)
         transfer.receiving += 1
-        return [Receive(event.transfer_id, expect.sender, expect.transport, indexes, blocks)]
+        return [Receive(event.transfer_id, transfer.sender, transfer.transport, indexes, blocks)]
 
-    def _on_landed(self, transfer: Incoming, indexes: tuple[int, ...]) -> list[Instruction]:
+    def _on_landed(self, transfer_id: str, transfer: Incoming, indexes: tuple[int, ...]) -> list[Instruction]:
         transfer.landed.update(indexes)
-        arrived: list[Instruction] = [Arrived(transfer.expect.transfer_id, len(indexes))]
-        return arrived + self._settle(transfer)
+        return [Arrived(transfer_id, len(indexes)), *self._settle(transfer_id, transfer)]
 
-    def _settle(self, transfer: Incoming) -> list[Instruction]:
-        expect = transfer.expect
-        complete = len(transfer.landed) == len(expect.block_ids)
-        if transfer.receiving or not (complete or (transfer.closing and transfer.closed)):
+    def _on_failed(self, transfer_id: str, transfer: Incoming) -> list[Instruction]:
+        first_time = not transfer.failed
+        transfer.failed = transfer.closed = True
+        told: list[Instruction] = [Failed(transfer_id)] if first_time else []
+        return told + self._settle(transfer_id, transfer)
+
+    def _is_over(self, transfer: Incoming) -> bool:
+        if transfer.receiving:
+            return False
+        if transfer.cancelled:
+            return transfer.closed
+        return transfer.end_index is not None and (transfer.failed or not transfer.lost_blocks())
+
+    def _settle(self, transfer_id: str, transfer: Incoming) -> list[Instruction]:
+        if not self._is_over(transfer):
             return []
-        del self.transfers[expect.transfer_id]
-        if complete:
-            return [Tell(expect.sender, Done(expect.transfer_id)), Received(expect.transfer_id)]
-        lost = (
-            ()
-            if transfer.cancelled
-            else tuple(block for index, block in enumerate(expect.block_ids, start=expect.first_index) if index not in transfer.landed)
-        )
-        return [Tell(expect.sender, Done(expect.transfer_id)), Received(expect.transfer_id, lost)]
+        del self.transfers[transfer_id]
+        lost = () if transfer.cancelled else transfer.lost_blocks()
+        complete = not transfer.cancelled and not lost
+        return [Tell(transfer.sender, Done(transfer_id, complete)), Received(transfer_id, lost)]

@@ -1,6 +1,6 @@
 """The sending half of a KV transfer: which block may leave when.
 
-    (unknown) --Ready or Granted--> OPEN --Stop--> STOPPED --Done or Revoke--> (forgotten)
+    (unknown) --Ready or Grant--> OPEN --Stop--> STOPPED --Done or Revoke--> (forgotten)
 
 A block leaves once it is both *ready* (A has computed it) and *granted* (B has a place for it); one push per
 transfer is in flight at a time.  Pure: events in, instructions out; `agent.Agent` carries them out.
@@ -36,6 +36,7 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class PushDone:
     transfer_id: str
+    took_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Sent:
     transfer_id: str
     num_blocks: int
     before_end: bool
+    took_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,26 @@ class SendingStopped:
     transfer_id: str
 
 
-Instruction = Push | Tell | Sent | SendingStopped
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """B has every block that it needs: A's copy is not needed for the hand-off any more."""
+
+    transfer_id: str
+
+
+Instruction = Push | Tell | Sent | SendingStopped | Delivered
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """One transfer. `ready` holds only blocks that have not left."""
+    """One transfer. `ready` holds only blocks that have not left; `places`: B's block per granted index."""
 
     ready: dict[int, int] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
     fence: Callable[[], None] | None = None
-    grant: Grant | None = None
+    receiver: WorkerEndpoint | None = None
+    transport: str = ""
+    places: dict[int, int] = field(default_factory=dict)
     in_flight: tuple[int, ...] = ()
     final: bool = False
     stopped: bool = False
@@ -112,10 +123,10 @@ class Outgoing:
     broken: bool = False
     revoked_by: WorkerEndpoint | None = None
 
-    def granted_block(self, index: int) -> int | None:
-        if self.grant is None or not 0 <= index - self.grant.first_index < len(self.grant.block_ids):
-            return None
-        return self.grant.block_ids[index - self.grant.first_index]
+    def withdraw(self) -> None:
+        """Nothing is granted any more."""
+        self.receiver = None
+        self.places.clear()
 
 
 @dataclass
@@ -128,6 +139,7 @@ class Sender:
     worker_id: str
     one_sided: frozenset[str]
     transfers: dict[str, Outgoing] = field(default_factory=dict)
+    refused_grants: int = 0
 
     def handle(self, event: Event) -> list[Instruction]:
         transfer_id = event.transfer_id
@@ -135,10 +147,9 @@ class Sender:
             case Ready():
                 return self._on_ready(event)
             case Grant():
-                self.transfers.setdefault(transfer_id, Outgoing()).grant = event
-                return self._advance(transfer_id)
-            case PushDone():
-                return self._on_push_done(transfer_id)
+                return self._on_grant(event)
+            case PushDone(took_ms=took_ms):
+                return self._on_push_done(transfer_id, took_ms)
             case PushFailed(reason=reason):
                 return self._on_push_failed(transfer_id, reason)
             case Retract():
@@ -148,11 +159,8 @@ class Sender:
                 return []
             case Stop():
                 return self._on_stop(transfer_id)
-            case Done():
-                if transfer := self.transfers.get(transfer_id):
-                    transfer.grant = None
-                    self._forget_if_over(transfer_id)
-                return []
+            case Done(complete=complete):
+                return self._on_done(transfer_id, complete)
             case Revoke(receiver=receiver):
                 return self._on_revoke(transfer_id, receiver)
 
@@ -167,6 +175,24 @@ class Sender:
             assert not transfer.sent & set(transfer.in_flight), (transfer_id, "a sent block is in flight again")
             assert not (transfer.stopped and transfer.ready), (transfer_id, "a stopped transfer has blocks to send")
 
+    def _on_grant(self, grant: Grant) -> list[Instruction]:
+        transfer = self.transfers.setdefault(grant.transfer_id, Outgoing())
+        if transfer.receiver is None:
+            transfer.receiver, transfer.transport = grant.receiver, grant.transport
+        elif (transfer.receiver.worker_id, transfer.transport) != (grant.receiver.worker_id, grant.transport):
+            self.refused_grants += 1
+            return []
+        transfer.places.update(enumerate(grant.block_ids, start=grant.first_index))
+        return self._advance(grant.transfer_id)
+
+    def _on_done(self, transfer_id: str, complete: bool) -> list[Instruction]:
+        transfer = self.transfers.get(transfer_id)
+        if transfer is None:
+            return []
+        transfer.withdraw()
+        self._forget_if_over(transfer_id)
+        return [Delivered(transfer_id)] if complete else []
+
     def _on_ready(self, event: Ready) -> list[Instruction]:
         transfer = self.transfers.setdefault(event.transfer_id, Outgoing())
         if transfer.stopped or transfer.broken:
@@ -180,25 +206,24 @@ class Sender:
 
     def _advance(self, transfer_id: str) -> list[Instruction]:
         transfer = self.transfers[transfer_id]
-        if transfer.in_flight or transfer.grant is None or transfer.stopped or transfer.revoked_by is not None:
+        if transfer.in_flight or transfer.receiver is None or transfer.stopped or transfer.revoked_by is not None:
             return []
-        indexes = sorted(index for index in transfer.ready if transfer.granted_block(index) is not None)[:MAX_BLOCKS_PER_PUSH]
+        indexes = sorted(transfer.ready.keys() & transfer.places.keys())[:MAX_BLOCKS_PER_PUSH]
         if not indexes:
             return []
-        grant = transfer.grant
         transfer.in_flight = tuple(indexes)
         push = Push(
             transfer_id,
-            grant.receiver,
-            grant.transport,
+            transfer.receiver,
+            transfer.transport,
             indexes=tuple(indexes),
             local_blocks=tuple(transfer.ready.pop(index) for index in indexes),
-            remote_blocks=tuple(grant.block_ids[index - grant.first_index] for index in indexes),
+            remote_blocks=tuple(transfer.places[index] for index in indexes),
             fence=transfer.fence,
         )
-        if grant.transport in self.one_sided:
+        if transfer.transport in self.one_sided:
             return [push]
-        return [Tell(grant.receiver, Blocks(transfer_id, self.worker_id, grant.transport, indexes)), push]
+        return [Tell(transfer.receiver, Blocks(transfer_id, self.worker_id, transfer.transport, indexes)), push]
 
     def _on_stop(self, transfer_id: str) -> list[Instruction]:
         transfer = self.transfers.setdefault(transfer_id, Outgoing())
@@ -206,14 +231,14 @@ class Sender:
         transfer.ready.clear()
         return [] if transfer.in_flight else self._settle(transfer_id)
 
-    def _on_push_done(self, transfer_id: str) -> list[Instruction]:
+    def _on_push_done(self, transfer_id: str, took_ms: float) -> list[Instruction]:
         transfer = self.transfers[transfer_id]
-        grant, indexes = transfer.grant, transfer.in_flight
+        indexes = transfer.in_flight
         transfer.in_flight = ()
         transfer.sent.update(indexes)
-        done: list[Instruction] = [Sent(transfer_id, len(indexes), before_end=not transfer.final)]
-        if grant is not None and grant.transport in self.one_sided:
-            done.append(Tell(grant.receiver, Blocks(transfer_id, self.worker_id, grant.transport, list(indexes))))
+        done: list[Instruction] = [Sent(transfer_id, len(indexes), not transfer.final, took_ms)]
+        if transfer.receiver is not None and transfer.transport in self.one_sided:
+            done.append(Tell(transfer.receiver, Blocks(transfer_id, self.worker_id, transfer.transport, list(indexes))))
         answers = self._settle(transfer_id)
         return done + answers + (self._advance(transfer_id) if transfer_id in self.transfers else [])
 
@@ -222,7 +247,7 @@ class Sender:
         transfer.in_flight = ()
         transfer.ready.clear()
         transfer.broken = True
-        tell: list[Instruction] = [Tell(transfer.grant.receiver, Broken(transfer_id, reason))] if transfer.grant else []
+        tell: list[Instruction] = [] if transfer.receiver is None else [Tell(transfer.receiver, Broken(transfer_id, reason))]
         return tell + self._settle(transfer_id)
 
     def _on_revoke(self, transfer_id: str, receiver: WorkerEndpoint) -> list[Instruction]:
@@ -238,7 +263,8 @@ class Sender:
         answers: list[Instruction] = []
         if transfer.revoked_by is not None:
             answers.append(Tell(transfer.revoked_by, Closed(transfer_id)))
-            transfer.grant = transfer.revoked_by = None
+            transfer.withdraw()
+            transfer.revoked_by = None
             if not transfer.stopped:
                 # Without a grant nothing leaves: what A may still say of this transfer starts it afresh, up to its Stop.
                 del self.transfers[transfer_id]
@@ -251,5 +277,5 @@ class Sender:
 
     def _forget_if_over(self, transfer_id: str) -> None:
         transfer = self.transfers[transfer_id]
-        if transfer.stopped and transfer.grant is None and not transfer.in_flight:
+        if transfer.stopped and transfer.receiver is None and not transfer.in_flight:
             del self.transfers[transfer_id]

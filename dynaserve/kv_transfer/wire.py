@@ -12,7 +12,10 @@ from dynaserve.kv_transfer.transport import WorkerEndpoint
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
-    """B to A: you may write block `first_index + i` of this transfer into my block `block_ids[i]`."""
+    """B to A: you may write block `first_index + i` of this transfer into my block `block_ids[i]`.
+
+    A transfer may be granted piece by piece; every piece comes from the same receiver and goes over the same transport.
+    """
 
     transfer_id: str
     receiver: WorkerEndpoint
@@ -38,9 +41,10 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """B to A: every granted block is here; the transfer is over."""
+    """B to A: the transfer is over; `complete`: every block that B needs is there."""
 
     transfer_id: str
+    complete: bool
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):

@@ -11,16 +11,20 @@ import pytest
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
 from tests.conftest import mooncake_missing
+from tests.e2e.adapter import ADAPTER, write_adapter
 from tests.e2e.bit_flip import BitFlip
 from tests.e2e.fleet import NO_KEEP_ALIVE, RUNNING_SLOTS, FleetUnderTest
 
 REPOSITORY = Path(__file__).parents[2]
 CHUNK_TOKENS = 64
+LORA = ["--enable-lora", "--max-lora-rank", "8"]
 
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
     model = random_model(smollm2(), cache_dir() / "random-llama", seed=1)
+    adapter = tmp_path_factory.mktemp("adapter")
+    write_adapter(model, adapter, seed=3)
     transports = ["torch", *([] if mooncake_missing() else ["mooncake"]), BitFlip.name]
     local = LocalFleet(
         model,
@@ -31,8 +35,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
             str(RUNNING_SLOTS),
             "--dynaserve-transports",
             *transports,
+            *LORA,
         ],
-        frontend_args=["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
+        frontend_args=["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *LORA, "--lora-modules", f"{ADAPTER}={adapter}"],
         max_model_len=2048,
         env={"PYTHONPATH": str(REPOSITORY)},
         log_dir=tmp_path_factory.mktemp("fleet"),

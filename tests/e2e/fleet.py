@@ -134,10 +134,21 @@ class FleetUnderTest:
         return wait_for(lambda: self._ended_record(answer.request_id), f"the record of {answer.request_id}")
 
     def _ended_record(self, request_id: str) -> dict[str, Any] | None:
-        sequences = self.frontend.get(f"/dynaserve/requests/{request_id}").raise_for_status().json()["sequences"]
-        (record,) = sequences
-        micros = [micro for micro in (record["alpha"], record["beta"]) if micro is not None]
-        return record if all(micro["computed_tokens"] is not None for micro in micros) else None
+        records = self._ended_records(request_id)
+        if records is None:
+            return None
+        (record,) = records
+        return record
+
+    def records(self, request_id: str) -> list[dict[str, Any]]:
+        """Of all sequences of a request, as `record`."""
+        found: list[dict[str, Any]] = wait_for(lambda: self._ended_records(request_id), f"the records of {request_id}")
+        return found
+
+    def _ended_records(self, request_id: str) -> list[dict[str, Any]] | None:
+        sequences: list[dict[str, Any]] = self.frontend.get(f"/dynaserve/requests/{request_id}").raise_for_status().json()["sequences"]
+        micros = [micro for record in sequences for micro in (record["alpha"], record["beta"]) if micro is not None]
+        return sequences if all(micro["computed_tokens"] is not None for micro in micros) else None
 
     def held(self) -> list[dict[str, Any]]:
         """What each instance holds right now."""

@@ -69,8 +69,8 @@ def test_chat_logprobs_are_the_same(fleet: FleetUnderTest, client: openai.OpenAI
 
 
 def test_a_tool_is_called(fleet: FleetUnderTest, client: openai.OpenAI) -> None:
-    """A named tool constrains the output, so the request runs whole, and is counted."""
-    before = metric(fleet, "dynaserve_requests_total", cut="no", reason="structured_outputs")
+    """A named tool constrains the output; the grammar crosses the cut."""
+    before = metric(fleet, "dynaserve_requests_total", cut="yes", reason="forced")
     answer = client.chat.completions.create(
         model=fleet.model,
         messages=MESSAGES,
@@ -84,19 +84,13 @@ def test_a_tool_is_called(fleet: FleetUnderTest, client: openai.OpenAI) -> None:
     assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall)
     assert call.function.name == "weather"
     assert call.function.arguments
-    assert metric(fleet, "dynaserve_requests_total", cut="no", reason="structured_outputs") == before + 1
+    assert metric(fleet, "dynaserve_requests_total", cut="yes", reason="forced") == before + 1
 
 
-@pytest.mark.parametrize(
-    ("reason", "params"),
-    [
-        ("prompt_logprobs", {"prompt_logprobs": 1}),
-        ("structured_outputs", {"structured_outputs": {"regex": "[a-z]{4}"}}),
-    ],
-)
-def test_what_cannot_be_cut_exactly_runs_whole_and_is_counted(fleet: FleetUnderTest, reason: str, params: dict[str, Any]) -> None:
+def test_what_cannot_be_cut_exactly_runs_whole_and_is_counted(fleet: FleetUnderTest) -> None:
+    reason = "prompt_logprobs"
     before = metric(fleet, "dynaserve_requests_total", cut="no", reason=reason)
-    record = fleet.record(fleet.complete(prompt_of(60), split=30, ignore_eos=False, **params))
+    record = fleet.record(fleet.complete(prompt_of(60), split=30, prompt_logprobs=1))
     assert (record["split_token"], record["reason"]) == (None, reason)
     assert metric(fleet, "dynaserve_requests_total", cut="no", reason=reason) == before + 1
 

@@ -3,8 +3,9 @@
 //
 // A roofline says what no step has measured yet.  Over it lies a grid of bins (tokens in the step x
 // decodes x mean context of a decode); each learns by how much the steps near it differ from the
-// roofline, and one factor, shared by all, follows what changes the whole machine at once.  Between
-// bins the prediction is linear, beyond the last one it grows as the roofline does.
+// roofline, and one factor, shared by all, follows what changes the whole machine at once.  A
+// second shared factor is what the last few steps had in common, which is forgotten as fast.
+// Between bins the prediction is linear, beyond the last one it grows as the roofline does.
 //
 // The prediction never falls when any argument grows, whatever was measured: where bins contradict
 // that, it is read from the mean of the lowest monotonic grid above them and the highest below.
@@ -38,6 +39,25 @@ struct ProfileBin {
   bool operator==(const ProfileBin&) const = default;
 };
 
+class ProfileTable;
+
+// Steps with the same decodes: asking for many prefills beside them costs one look into the table.
+// The latencies are those of ProfileTable::StepMs(), to the last bit.
+class StepRow {
+ public:
+  double StepMs(std::int64_t prefill_tokens, double prefill_pairs) const;
+
+ private:
+  friend class ProfileTable;
+  StepRow() = default;
+
+  const ProfileTable* table_ = nullptr;  // must not change or end before the row does
+  std::int64_t decodes_ = 0;
+  std::int64_t decode_context_tokens_ = 0;
+  bool outside_ = false;
+  std::array<double, kTokenBins.size()> ms_;  // at each bin, before the scale
+};
+
 class ProfileTable {
  public:
   static constexpr std::size_t kBins = kTokenBins.size() * kDecodeBins.size() * kContextBins.size();
@@ -47,6 +67,9 @@ class ProfileTable {
 
   // Milliseconds; at least 0.  A shape without tokens takes 0.
   double StepMs(const BatchShape& shape) const;
+
+  // Valid until the table learns or ends.
+  StepRow RowOf(std::int64_t decodes, std::int64_t decode_context_tokens) const;
 
   // Learns from a step.  A step far outside the usual error moves the table only as far as the
   // largest usual error would: a pause of the machine does not poison it, a lasting change does.
@@ -73,8 +96,10 @@ class ProfileTable {
   std::int64_t observed() const { return observed_; }
 
  private:
+  friend class StepRow;
   struct Cell;
 
+  double RowMs(std::size_t token_bin, const Cell& cell) const;
   Cell Locate(const BatchShape& shape) const;
   double UnscaledMs(const BatchShape& shape, const Cell& cell) const;
   void Learn(std::size_t bin, double log_ratio);
@@ -88,6 +113,8 @@ class ProfileTable {
   std::vector<double> weight_;
   std::vector<double> value_ms_;  // prior_ms_ * exp(log_ratio_)
   double log_scale_ = 0.0;
+  double log_recent_ = 0.0;
+  double scale_ = 1.0;  // the exponential of both
   double sigma_;
   std::int64_t observed_ = 0;
 

@@ -6,35 +6,53 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "dynaserve/fleet_state.h"
+#include "dynaserve/live_fleet.h"
+#include "dynaserve/profile_table.h"
 #include "dynaserve/types.h"
 
 namespace dynaserve {
 
 class Scheduler {
  public:
-  // Throws std::invalid_argument if the ratio is outside [0, 1], whatever the policy.
-  explicit Scheduler(const Options& options);
+  // Throws std::invalid_argument if the ratio is outside [0, 1], a number of Options is negative or
+  // not finite, or the policy predicts and there is no table.  The table is copied.
+  explicit Scheduler(const Options& options, const ProfileTable* table = nullptr);
 
-  // Adds the instance, or replaces what was known about it.
+  // Adds the instance, or replaces what was known about it.  Throws std::invalid_argument for
+  // impossible limits.
   void Observe(const InstanceState& instance);
 
   // Forgets the instance; unknown ids are ignored.  Requests placed on it stay reserved until
   // Finish().
   void Remove(const InstanceId& instance_id);
 
-  // Chooses the instances and the cut (see placement.h), and reserves the tokens of both
-  // micro-requests.  To place a request again, Finish() it first.
-  // nullopt: no instance accepts new work; nothing is reserved.
-  // Throws std::invalid_argument, and reserves nothing, if the request id is already placed, a
-  // token count is negative or above 2^40, or forced_split is outside
-  // [0, prompt_tokens + max_output_tokens].
-  std::optional<Placement> Place(const RequestSpec& request);
+  // Chooses the instances and the cut (see placement.h and live_fleet.h), and reserves the tokens
+  // of both micro-requests.  To place a request again, Finish() it first. nullopt: no instance
+  // accepts new work; nothing is reserved. Throws std::invalid_argument, and reserves nothing, if
+  // the request id is already placed, a token count is negative or above 2^40, or forced_split is
+  // outside [0, prompt_tokens + max_output_tokens]. now_ms: of any clock that never goes back; read
+  // by policies that predict, here and below.
+  std::optional<Placement> Place(const RequestSpec& request, double now_ms = 0.0);
 
   // Releases what Place() reserved.  Unknown ids are ignored: a retry may finish twice.
-  void Finish(const std::string& request_id);
+  void Finish(const std::string& request_id, double now_ms = 0.0);
+
+  // Actual progress on an instance replaces the predicted; nothing happens under policies that do
+  // not predict.
+  void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
+
+  // A measured step moves the instance's cost scale; nothing happens under policies that do not
+  // predict.  Throws std::invalid_argument for a step without tokens or a time that is not
+  // positive.
+  void ObserveStep(const InstanceId& instance_id, const BatchShape& shape, double measured_ms,
+                   double now_ms);
+
+  // Latency of the instance's steps over the table's, as they were observed; 1 if none was.
+  double CostScale(const InstanceId& instance_id) const;
 
   // Tokens of the unfinished micro-requests on the instance, also on one that was removed; 0 for
   // unknown ids.
@@ -48,6 +66,7 @@ class Scheduler {
   const Options options_;
 
   FleetState fleet_;
+  std::optional<LiveFleet> live_;  // of policies that predict
 };
 
 }  // namespace dynaserve

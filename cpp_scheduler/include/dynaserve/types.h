@@ -9,6 +9,9 @@
 #include <optional>
 #include <string>
 
+#include "dynaserve/execution_predictor.h"
+#include "dynaserve/objective.h"
+
 namespace dynaserve {
 
 using InstanceId = std::string;
@@ -16,7 +19,8 @@ using InstanceId = std::string;
 // What an instance reports about itself.
 struct InstanceState {
   InstanceId instance_id;
-  bool accepts_new = true;  // false: it finishes what it has (draining)
+  bool accepts_new = true;     // false: it finishes what it has (draining)
+  InstanceLimits limits = {};  // read by policies that predict
 
   bool operator==(const InstanceState&) const = default;
 };
@@ -28,6 +32,8 @@ struct RequestSpec {
   std::int64_t expected_output_tokens = 0;   // D; above the limit it counts as the limit
   std::optional<std::int64_t> forced_split;  // cut here, whatever the policy says
   bool may_cut = true;                       // false: always runs whole
+  std::int64_t likely_output_tokens = 0;     // an upper quantile of D, for memory; 0: D
+  Slo slo = {};
 
   bool operator==(const RequestSpec&) const = default;
 };
@@ -42,7 +48,7 @@ struct MicroRequest {
   bool operator==(const MicroRequest&) const = default;
 };
 
-// Why a request was cut (the first two) or runs whole.
+// Why a request was cut or runs whole.
 enum class PlacementReason {
   kForced,          // cut at RequestSpec::forced_split
   kPolicy,          // cut where the policy wants it
@@ -52,6 +58,26 @@ enum class PlacementReason {
   kSplitAtStart,    // the cut would leave alpha nothing
   kSplitAtEnd,      // the cut would leave beta nothing, even at the output limit
   kPromptTooShort,  // fewer than two tokens to compute: no cut exists
+  kWholeIsBest,     // no cut has a lower objective (kDynamic)
+  kLevelsPrefill,   // cut inside the prompt: prefill ends sooner, or decodes stay gathered
+                    // (kDynamic)
+  kBalanced,        // cut where both instances end together (kPaper)
+};
+
+// Whether a placement with this reason has a beta.
+bool IsCut(PlacementReason reason);
+
+// What a policy that predicts expected of its choice; milliseconds, from the decision on.
+struct Prediction {
+  double ttft_ms = 0.0;
+  double hand_off_ms = 0.0;         // until beta is ready; 0 if whole
+  double decode_step_ms = 0.0;      // of the decodes where it will decode, with it
+  double objective_ms = 0.0;        // objective.h; |T1 - T2| under kPaper
+  double whole_objective_ms = 0.0;  // of the best whole run; 0 under kPaper
+  std::int64_t probes = 0;
+  std::int64_t gathering = 0;  // instances that gather decodes, by the fleet plan
+
+  bool operator==(const Prediction&) const = default;
 };
 
 // alpha = [0, split_token()), beta = [split_token(), end).  Without beta the request runs whole and
@@ -60,6 +86,7 @@ struct Placement {
   MicroRequest alpha;
   std::optional<MicroRequest> beta;
   PlacementReason reason = PlacementReason::kColocated;
+  std::optional<Prediction> prediction = std::nullopt;
 
   std::int64_t split_token() const { return alpha.end_token; }
   bool operator==(const Placement&) const = default;
@@ -67,15 +94,35 @@ struct Placement {
 
 enum class Policy {
   kColocated,      // never cut; the least reserved instance runs the whole request
-  kDisaggregated,  // cut at P; the first half of the instances by id prefills, the others decode
+  kDisaggregated,  // cut at P; the first instances by id prefill, the others decode
   kFixed,          // cut at Options::ratio of the expected computed tokens
+  kDynamic,        // the lowest objective, whole or cut, over predicted batches (live_fleet.h)
+  kPaper,          // the paper's Algorithm 1 (paper_search.h)
 };
+
+// Whether the policy needs a latency profile.
+constexpr bool Predicts(Policy policy) {
+  return policy == Policy::kDynamic || policy == Policy::kPaper;
+}
 
 struct Options {
   Policy policy = Policy::kColocated;
-  double ratio = 0.5;  // in [0, 1]; read by kFixed only
+  double ratio = 0.5;                  // in [0, 1]; read by kFixed only
+  std::int64_t prefill_instances = 0;  // read by kDisaggregated only; 0: half of them
+  double hand_off_ms = 5.0;            // shortest time from alpha's last token to beta's readiness
+  double kv_token_ms = 0.0;            // to move the KV of one token; overlaps with alpha's steps
+  double tolerance_ms = 5.0;           // read by kPaper only: |T1 - T2| that is as good as 0
 
   bool operator==(const Options&) const = default;
+};
+
+// How far a request is on an instance, as far as the caller knows.
+struct Progress {
+  std::string request_id;
+  std::int64_t computed_tokens = 0;         // from the start of the request, this instance's or not
+  std::int64_t expected_output_tokens = 0;  // D, as expected by now
+
+  bool operator==(const Progress&) const = default;
 };
 
 }  // namespace dynaserve

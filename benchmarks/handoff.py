@@ -1,0 +1,179 @@
+"""What the hand-over costs: KV that leaves after alpha's last step, and the gap between its last token and beta's first.
+
+Real instances of SmolLM2, one core each. Chunked (KV leaves while alpha computes) and unchunked (it leaves at the end) requests
+take turns in one run; each is cut in the middle. The second part keeps both instances busy with other streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import httpx
+
+from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.model import smollm2
+
+SHAPES = ((55, 370), (219, 1467))
+"""Prompt and output tokens: means of the paper's workloads (section 6)."""
+BUSY_STREAMS = 3
+"""Of each instance."""
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """One request. gap_ms: between alpha's last and beta's first token, for the client. step_rest_ms: of that, until the step
+    ended that beta's instance was in. tbt_ms: median gap of beta's tokens. late_blocks: left after alpha's last step.
+    late_share, late_push_share: of the bytes, and of the time spent sending."""
+
+    gap_ms: float
+    step_rest_ms: float
+    tbt_ms: float
+    late_blocks: int
+    late_share: float
+    late_push_share: float
+
+
+def ask(fleet: LocalFleet, prompt: list[int], outputs: int, *, chunked: bool) -> HandOver:
+    split = (len(prompt) + outputs) // 2
+    body = {
+        "model": str(fleet.model),
+        "prompt": prompt,
+        "max_tokens": outputs,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+        "vllm_xargs": {"dynaserve_split": split, "dynaserve_chunked": int(chunked)},
+    }
+    times_s: list[float] = []
+    request_id = ""
+    with httpx.stream("POST", f"{fleet.frontend_url}/v1/completions", json=body, timeout=300) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                answer = json.loads(line.removeprefix("data: "))
+                request_id = answer["id"]
+                times_s += [time.monotonic()] * sum(len(choice["token_ids"]) for choice in answer["choices"])
+    return _measure(record_of(fleet, request_id), times_s)
+
+
+def record_of(fleet: LocalFleet, request_id: str) -> dict[str, Any]:
+    """Once both instances have said that they are done."""
+    while True:
+        (record,) = httpx.get(f"{fleet.frontend_url}/dynaserve/requests/{request_id}").raise_for_status().json()["sequences"]
+        if record["beta"] is None or record["lifted"] is not None:
+            raise SystemExit(f"request {request_id} was not cut: {record['lifted'] or record['reason']}")
+        if all(record[side]["computed_tokens"] is not None for side in ("alpha", "beta")):
+            return dict(record)
+        time.sleep(0.01)
+
+
+def _measure(record: dict[str, Any], times_s: Sequence[float]) -> HandOver:
+    gaps_ms = [1e3 * (b - a) for a, b in pairwise(times_s)]
+    first_of_beta = record["alpha"]["output_tokens"]
+    kv = record["kv"]
+    late_bytes = kv["bytes"] - kv["bytes_before_alpha_end"]
+    return HandOver(
+        gap_ms=gaps_ms[first_of_beta - 1],
+        step_rest_ms=record["step_rest_ms"],
+        tbt_ms=median(gaps_ms[first_of_beta:]),
+        late_blocks=late_bytes // kv["block_bytes"],
+        late_share=late_bytes / kv["bytes"],
+        late_push_share=1 - kv["push_ms_before_alpha_end"] / kv["push_ms"],
+    )
+
+
+@contextmanager
+def busy(fleet: LocalFleet, streams: int) -> Iterator[None]:
+    """Both instances serve this many others all the time."""
+    over = threading.Event()
+
+    def keep_asking(url: str, seed: int) -> None:
+        rng = random.Random(seed)
+        while not over.is_set():
+            body = {"model": str(fleet.model), "prompt": _prompt(rng, 200), "max_tokens": 400, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
+                for _ in response.iter_lines():
+                    if over.is_set():
+                        return
+
+    with ThreadPoolExecutor(streams * len(fleet.urls) or 1) as pool:
+        tasks = [pool.submit(keep_asking, url, seed) for seed in range(streams) for url in fleet.urls]
+        try:
+            yield
+        finally:
+            over.set()
+        for task in tasks:
+            task.result()
+
+
+def _prompt(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(1000, 40000) for _ in range(tokens)]
+
+
+def report(name: str, hand_overs: Sequence[HandOver]) -> None:
+    def p99(values: Sequence[float]) -> float:
+        return quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+
+    tbt_ms = median(h.tbt_ms for h in hand_overs)
+    gaps = [h.gap_ms for h in hand_overs]
+    net = [h.gap_ms - h.step_rest_ms for h in hand_overs]
+    late = f"at most {max(h.late_blocks for h in hand_overs)} blocks, {median(h.late_share for h in hand_overs):.1%} of the bytes"
+    print(f"{name}: {len(hand_overs)} requests")
+    print(f"  after alpha's last step: {late}, {median(h.late_push_share for h in hand_overs):.1%} of the sending time")
+    print(f"  gap: p50 {median(gaps):.1f} ms, p99 {p99(gaps):.1f} ms, {p99(gaps) / tbt_ms:.2f} times the median TBT of {tbt_ms:.1f} ms")
+    print(f"  less the running step: p50 {median(net):.1f} ms, p99 {p99(net):.1f} ms, {p99(net) / tbt_ms:.2f} times", flush=True)
+
+
+def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int, streams: int) -> None:
+    prompt_tokens, outputs = shape
+    rng = random.Random(seed)
+    kept: dict[bool, list[HandOver]] = {True: [], False: []}
+    with busy(fleet, streams):
+        ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=True)  # opens the channels
+        for _ in range(requests):
+            for chunked in (True, False):
+                kept[chunked].append(ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked))
+    load = f"{streams} other streams an instance" if streams else "idle"
+    for chunked, hand_overs in kept.items():
+        report(f"{prompt_tokens}+{outputs}, {'chunked' if chunked else 'unchunked'}, {load}", hand_overs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench-handoff", description=__doc__)
+    parser.add_argument("--requests", type=int, default=30, help="of each kind (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--short", action="store_true", help="only the short answers")
+    parser.add_argument("--transport", default="torch")
+    args = parser.parse_args()
+    print(f"command: {' '.join(sys.argv)}; seed {args.seed}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
+    with tempfile.TemporaryDirectory() as logs:
+        fleet = LocalFleet(
+            smollm2(),
+            dtype="bfloat16",
+            vllm_args=["--dynaserve-transports", args.transport, "--no-enable-prefix-caching"],
+            log_dir=Path(logs),
+        )
+        with fleet:
+            for shape in SHAPES[: 1 if args.short else None]:
+                for streams in (0, BUSY_STREAMS):
+                    measure(fleet, shape, args.requests, args.seed, streams)
+
+
+if __name__ == "__main__":
+    main()

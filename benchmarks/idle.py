@@ -1,0 +1,104 @@
+"""CPU that two instances use while ten alphas stand at their hand-off points on one and ten betas are reserved on the other.
+
+The front-end is stopped (SIGSTOP) after it has sent the requests, so that no `Continue` ever comes; it goes on afterwards, and
+every request must still be answered. Compared with the same instances without any request, in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+
+from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.model import smollm2
+
+PROMPT_TOKENS, OUTPUT_TOKENS, SPLIT = 600, 40, 610
+DEADLINE_S = 120.0
+
+
+def cpu_s(fleet: LocalFleet) -> list[float]:
+    """CPU seconds of each instance so far, all its processes together."""
+    spent = []
+    for index in range(fleet.instances):
+        times = [psutil.Process(pid).cpu_times() for pid in fleet.pids[f"instance-{index}"]]
+        spent.append(sum(t.user + t.system for t in times))
+    return spent
+
+
+def idle_cores(fleet: LocalFleet, duration_s: float) -> list[float]:
+    """Cores that each instance keeps busy, on average."""
+    before, began_s = cpu_s(fleet), time.monotonic()
+    time.sleep(duration_s)
+    after, took_s = cpu_s(fleet), time.monotonic() - began_s
+    return [(b - a) / took_s for a, b in zip(before, after, strict=True)]
+
+
+def held(fleet: LocalFleet) -> list[dict[str, int]]:
+    return [httpx.get(f"{url}/dynaserve/instance/state").raise_for_status().json() for url in fleet.urls]
+
+
+def wait_until_all_wait(fleet: LocalFleet, requests: int) -> None:
+    """Until every alpha is parked and every beta announced. Both directions are used in turns."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        states = held(fleet)
+        if sum(state["parked"] for state in states) == requests and sum(state["requests"] for state in states) == 2 * requests:
+            return
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not all wait after {DEADLINE_S:g} s: {states}")
+        time.sleep(0.2)
+
+
+def ask(fleet: LocalFleet, number: int) -> int:
+    body = {
+        "model": str(fleet.model),
+        "prompt": [1000 + (7 * number + i) % 30000 for i in range(PROMPT_TOKENS)],
+        "max_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "vllm_xargs": {"dynaserve_split": SPLIT},
+    }
+    answer = httpx.post(f"{fleet.frontend_url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+    return int(answer["usage"]["completion_tokens"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench-idle", description=__doc__)
+    parser.add_argument("--requests", type=int, default=20, help="half of them in each direction (default: %(default)s)")
+    parser.add_argument("--duration-s", type=float, default=20.0)
+    args = parser.parse_args()
+    print(f"command: {' '.join(sys.argv)}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
+    with tempfile.TemporaryDirectory() as logs:
+        options = ["--dynaserve-park-timeout-ms", "600000", "--no-enable-prefix-caching"]
+        fleet = LocalFleet(smollm2(), dtype="bfloat16", vllm_args=options, log_dir=Path(logs))
+        with fleet, ThreadPoolExecutor(args.requests) as pool:
+            ask(fleet, 0)
+            alone = idle_cores(fleet, args.duration_s)
+            frontend = fleet.pids["frontend"][0]
+            tasks = [pool.submit(ask, fleet, number) for number in range(args.requests)]
+            while sum(state["requests"] for state in held(fleet)) < 2 * args.requests:
+                time.sleep(0.05)
+            os.kill(frontend, signal.SIGSTOP)
+            try:
+                wait_until_all_wait(fleet, args.requests)
+                waiting = idle_cores(fleet, args.duration_s)
+            finally:
+                os.kill(frontend, signal.SIGCONT)
+            assert all(task.result() == OUTPUT_TOKENS for task in tasks)
+    for index, (without, among) in enumerate(zip(alone, waiting, strict=True)):
+        print(
+            f"instance {index}: {without:.1%} of a core without requests, {among:.1%} with {args.requests // 2} parked alphas and "
+            f"{args.requests // 2} reserved betas"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`make bench-scheduler`: what a decision of the dynamic policy costs, and how far it is from trying every cut.
+
+Decisions are timed from Python, in CPU time of the thread (a machine that pauses processes says nothing by the wall clock), on fleets
+that are full of live requests. The gap is that of the objective to the lowest one over
+all whole runs and all cuts inside the prompt on all ordered pairs, on random fleets with running decodes and waiting prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+from dynaserve.bench.report import machine
+from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Options, Policy, RequestSpec
+from dynaserve.placement_search import SplitSearch
+from dynaserve.step_latency import ProfileTable, Roofline
+from tests.test_placement_search import NOW_MS, exhaustive_ms, random_search
+
+SIZES = ((2, 64), (8, 128), (64, 256), (1024, 100))
+A100_14B = Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4)
+ANSWER_TOKENS = 100_000
+"""Longer than the benchmark lasts: the fleet stays full."""
+REST_MS = 800.0
+"""Between two requests for one instance, on average: some six tenths of what it can prefill beside its decodes."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__.partition("\n")[0])
+    parser.add_argument("--decisions", type=int, default=400, metavar="N", help="per size (default: %(default)s)")
+    parser.add_argument(
+        "--gap-fleets", type=int, default=60, metavar="N", help="random fleets to search exhaustively (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    print(f"machine: {json.dumps(machine())}")
+    print(f"{'instances x live':>18s} {'p50 us':>8s} {'p99 us':>8s} {'mean probes':>12s} {'cut':>6s}")
+    for instances, live in SIZES:
+        _print_size(instances, live, args.decisions, args.seed)
+    gaps = [_gap(args.seed * 10_000 + n) for n in range(args.gap_fleets)]
+    print(
+        f"gap to exhaustive search, {len(gaps)} fleets: mean {100 * statistics.mean(gaps):.2f} %, p95 {100 * _quantile(gaps, 0.95):.2f} %"
+    )
+
+
+def _print_size(instances: int, live: int, decisions: int, seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler, now_ms = _full_fleet(instances, live, rng)
+    taken_us, probes, cuts = [], [], 0
+    for number in range(decisions):
+        now_ms += rng.expovariate(instances / REST_MS)
+        spec = _request(f"timed-{number}", rng.randint(50, 4000), rng.randint(10, 400))
+        started_s = time.thread_time()
+        placement = scheduler.place(spec, now_ms)
+        taken_us.append(1e6 * (time.thread_time() - started_s))
+        assert placement is not None
+        assert placement.prediction is not None
+        probes.append(placement.prediction.probes)
+        cuts += placement.beta is not None
+        scheduler.finish(str(number), now_ms)
+    size = f"{instances} x {live}"
+    p50, p99 = _quantile(taken_us, 0.5), _quantile(taken_us, 0.99)
+    print(f"{size:>18s} {p50:8.0f} {p99:8.0f} {statistics.mean(probes):12.1f} {cuts / decisions:6.0%}")
+
+
+def _full_fleet(instances: int, live: int, rng: random.Random) -> tuple[GlobalScheduler, float]:
+    scheduler = GlobalScheduler(Options(Policy.dynamic), ProfileTable(A100_14B))
+    for number in range(instances):
+        scheduler.observe(InstanceState(f"i{number:04d}", limits=InstanceLimits(max_requests=512, step_ms=95.0, kv_tokens=2_000_000)))
+    now_ms = 0.0
+    for number in range(instances * live):
+        now_ms += rng.expovariate(instances / 20.0)
+        # Told to run whole: without a search, on the least reserved instance.
+        scheduler.place(_request(str(number), 100, ANSWER_TOKENS, forced_split=0), now_ms)
+    return scheduler, now_ms + 10_000.0
+
+
+def _request(request_id: str, prompt_tokens: int, output_tokens: int, forced_split: int | None = None) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id,
+        prompt_tokens=prompt_tokens,
+        max_output_tokens=output_tokens,
+        expected_output_tokens=output_tokens,
+        forced_split=forced_split,
+    )
+
+
+def _gap(seed: int) -> float:
+    instances, request, options = random_search(seed)
+    choice = SplitSearch().find(instances, request, options, NOW_MS)
+    best_ms = exhaustive_ms(instances, request, options, request.prompt_tokens, 3)
+    return max(0.0, choice.objective_ms / best_ms - 1.0)
+
+
+def _quantile(values: Sequence[float], quantile: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(quantile * len(values)))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Simulated capacity against one property at a time: one command, one CSV, one plot.
+
+    python -m benchmarks.sensitivity chunk --output chunk -- \\
+        --roofline 10,0.2,16,0.00002,0.2,0.0005 --workload sample --rate 4 --requests 300
+
+What follows `--` are options of `dynaserve simulate`. Each line of the plot is a system: round robin over vLLM's fixed chunks (2048
+unless the sweep is over chunks), round robin over SLO-aware batches, disaggregation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dynaserve.bench import compare_plots, simulate
+from dynaserve.errors import ConfigError
+
+SWEEPS = {
+    "chunk": ("--chunk", ("128", "256", "384", "512", "1024", "2048")),
+    "slo": ("--tbt-slo-ms", ("50", "75", "100", "150", "200", "400")),
+    "instances": ("--instances", ("2", "4", "8", "16", "32")),
+    "burstiness": ("--arrivals", ("gamma:0.5", "poisson", "gamma:2", "gamma:4")),
+    "hand-off": ("--hand-off-ms", ("1", "10", "50", "200")),
+}
+"""The option of `dynaserve simulate` that is swept, and its values."""
+SYSTEMS = {
+    "fixed chunk": ("--policy", "round-robin"),
+    "SLO-aware": ("--policy", "round-robin", "--batching", "slo"),
+    "disaggregated": ("--policy", "disaggregated"),
+}
+
+Row = tuple[str, str, float, float, float]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Ends with exit status 2 for bad options."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.sensitivity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sweep", choices=SWEEPS)
+    parser.add_argument("--output", type=Path, required=True, metavar="NAME", help="NAME.csv and NAME.png are written")
+    # argparse gives what follows `--` to the positionals before it.
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:end])
+    try:
+        compare_plots.check_installed()
+        rows = list(sweep(args.sweep, arguments[end + 1 :]))
+        write(args.output, args.sweep, rows)
+    except ConfigError as error:
+        print(f"benchmarks.sensitivity: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def sweep(name: str, options: Sequence[str]) -> list[Row]:
+    """(system, value, median, least, most capacity in requests/s) of each point. Raises ConfigError."""
+    option, values = SWEEPS[name]
+    rows: list[Row] = []
+    for system, chosen in SYSTEMS.items():
+        for value in values:
+            rates = [rate or 0.0 for rate in simulate.capacities([*options, *chosen, option, value])]
+            rows.append((system, value, float(np.median(rates)), min(rates), max(rates)))
+            print(f"{system:14s} {option} {value:10s} {rows[-1][2]:.3g} requests/s", flush=True)
+    return rows
+
+
+def write(output: Path, name: str, rows: Sequence[Row]) -> None:
+    """NAME.csv and NAME.png."""
+    with output.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["system", name, "capacity_per_s", "least_per_s", "most_per_s"])
+        writer.writerows(rows)
+    figure, axes = compare_plots.axes_of(name, "capacity, requests/s")
+    values = SWEEPS[name][1]
+    for system in SYSTEMS:
+        axes.plot(values, [row[2] for row in rows if row[0] == system], "o-", label=system)
+    axes.legend()
+    output.with_suffix(".png").write_bytes(compare_plots.png_of(figure))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

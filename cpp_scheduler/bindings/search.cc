@@ -1,0 +1,145 @@
+// Python names for the fleet plan and the search of one placement.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
+
+#include "dynaserve/fleet_planner.h"
+#include "dynaserve/paper_search.h"
+#include "dynaserve/split_search.h"
+#include "values.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace dynaserve {
+namespace {
+
+void BindPlanner(nb::module_& m) {
+  nb::class_<FleetDemand>(m, "FleetDemand", "What the fleet has to do now.")
+      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t>(), nb::kw_only(),
+           "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a);
+  nb::class_<FleetPlan> plan(m, "FleetPlan",
+                             "How many instances gather the decodes (0: none in particular), and "
+                             "the prefill rate of the fleet, in tokens per millisecond.");
+  plan.def_ro("gathering", &FleetPlan::gathering)
+      .def_ro("prefill_rate", &FleetPlan::prefill_rate)
+      .def_ro("colocated_rate", &FleetPlan::colocated_rate)
+      .def_ro("lost_share", &FleetPlan::lost_share);
+  AsValue(plan, "gathering", "prefill_rate", "colocated_rate", "lost_share");
+  m.def("prefill_rate", &PrefillRate, "table"_a, "limits"_a, "decodes"_a, "mean_context_tokens"_a,
+        "prompt_tokens"_a, "Prefill tokens per millisecond of one instance beside these decodes.");
+  m.def(
+      "plan_fleet",
+      [](const ProfileTable& table, const InstanceLimits& limits, const FleetDemand& demand,
+         std::int64_t current) { return PlanFleet(table, limits, demand, current); },
+      "table"_a, "limits"_a, "demand"_a, "current"_a,
+      "The plan of the highest prefill rate that holds the decodes; `current` stays among equals.");
+}
+
+void BindOutcome(nb::module_& m) {
+  nb::class_<Outcome> outcome(m, "Outcome", "What a placement is predicted to do.");
+  outcome
+      .def(nb::init<double, double, double, double, double, double, double, double, double>(),
+           nb::kw_only(), "ttft_ms"_a = 0.0, "others_wait_ms"_a = 0.0, "lost_prefill_ms"_a = 0.0,
+           "hand_off_ms"_a = 0.0, "gap_ms"_a = 0.0, "decode_step_ms"_a = 0.0,
+           "decode_tokens"_a = 0.0, "overflow_tokens"_a = 0.0, "token_ms"_a = 0.0)
+      .def_ro("ttft_ms", &Outcome::ttft_ms)
+      .def_ro("others_wait_ms", &Outcome::others_wait_ms)
+      .def_ro("lost_prefill_ms", &Outcome::lost_prefill_ms)
+      .def_ro("hand_off_ms", &Outcome::hand_off_ms)
+      .def_ro("gap_ms", &Outcome::gap_ms)
+      .def_ro("decode_step_ms", &Outcome::decode_step_ms)
+      .def_ro("decode_tokens", &Outcome::decode_tokens)
+      .def_ro("overflow_tokens", &Outcome::overflow_tokens)
+      .def_ro("token_ms", &Outcome::token_ms);
+  AsValue(outcome, "ttft_ms", "others_wait_ms", "lost_prefill_ms", "hand_off_ms", "gap_ms",
+          "decode_step_ms", "decode_tokens", "overflow_tokens", "token_ms");
+  m.def("objective_ms", &ObjectiveMs, "outcome"_a, "slo"_a,
+        "What a placement costs, in milliseconds: the number that the dynamic policy minimises.");
+  m.def("others_wait_ms", &OthersWaitMs, "queue_ms"_a, "work_ms"_a, "arrivals_per_ms"_a,
+        "What later requests wait longer for this work, in sum.");
+}
+
+}  // namespace
+
+void BindSearch(nb::module_& m) {
+  BindPlanner(m);
+  BindOutcome(m);
+
+  nb::class_<SearchInstance>(m, "SearchInstance", "One instance that accepts new work.")
+      .def(
+          "__init__",
+          [](SearchInstance* self, ExecutionPredictor& predictor, bool keeps_free,
+             std::int64_t cached_tokens, std::int64_t promised_tokens) {
+            new (self) SearchInstance{&predictor, keeps_free, cached_tokens, promised_tokens};
+          },
+          "predictor"_a, nb::kw_only(), "keeps_free"_a = false, "cached_tokens"_a = 0,
+          "promised_tokens"_a = 0, nb::keep_alive<1, 2>());
+  nb::class_<SearchRequest>(m, "SearchRequest", "What the search knows about a request.")
+      .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, Slo>(), nb::kw_only(),
+           "prompt_tokens"_a, "expected_output_tokens"_a, "likely_output_tokens"_a,
+           "may_cut"_a = true, "slo"_a = Slo{})
+      .def_ro("prompt_tokens", &SearchRequest::prompt_tokens)
+      .def_ro("slo", &SearchRequest::slo);
+  const SearchOptions usual;
+  nb::class_<SearchOptions>(m, "SearchOptions", "What the search knows beside the instances.")
+      .def(nb::init<double, double, double, double, std::int64_t, std::int64_t, double, double,
+                    double>(),
+           nb::kw_only(), "hand_off_ms"_a = usual.hand_off_ms, "kv_token_ms"_a = usual.kv_token_ms,
+           "hand_off_price_ms"_a = usual.hand_off_price_ms,
+           "hand_off_price_share"_a = usual.hand_off_price_share,
+           "least_part_tokens"_a = usual.least_part_tokens,
+           "least_cut_prompt_tokens"_a = usual.least_cut_prompt_tokens,
+           "arrivals_per_ms"_a = usual.arrivals_per_ms, "lost_share"_a = usual.lost_share,
+           "prefill_pressure"_a = usual.prefill_pressure);
+  nb::class_<Choice> choice(m, "Choice",
+                            "Indices of the instances, the cut, and what it is predicted to cost.");
+  choice.def_ro("alpha", &Choice::alpha)
+      .def_ro("beta", &Choice::beta)
+      .def_ro("split_token", &Choice::split_token)
+      .def_ro("outcome", &Choice::outcome)
+      .def_ro("objective_ms", &Choice::objective_ms)
+      .def_ro("whole_objective_ms", &Choice::whole_objective_ms)
+      .def_ro("hand_off_ms", &Choice::hand_off_ms)
+      .def_ro("probes", &Choice::probes);
+  AsValue(choice, "alpha", "beta", "split_token", "outcome", "objective_ms", "whole_objective_ms",
+          "hand_off_ms", "probes");
+
+  using Instances = std::vector<SearchInstance>;
+  nb::class_<SplitSearch>(m, "SplitSearch", "The choice for one request; reserves nothing.")
+      .def(nb::init<>())
+      .def(
+          "find",
+          [](SplitSearch& search, const Instances& instances, const SearchRequest& request,
+             const SearchOptions& options,
+             double now_ms) { return search.Find(instances, request, options, now_ms); },
+          "instances"_a, "request"_a, "options"_a, "now_ms"_a,
+          "The lowest objective that was found, whole or cut.")
+      .def(
+          "try_whole",
+          [](SplitSearch& search, const Instances& instances, std::size_t index,
+             const SearchRequest& request, const SearchOptions& options,
+             double now_ms) { return search.TryWhole(instances, index, request, options, now_ms); },
+          "instances"_a, "index"_a, "request"_a, "options"_a, "now_ms"_a)
+      .def(
+          "try_cut",
+          [](SplitSearch& search, const Instances& instances, std::size_t alpha, std::size_t beta,
+             std::int64_t split_token, const SearchRequest& request, const SearchOptions& options,
+             double now_ms) {
+            return search.TryCut(instances, alpha, beta, split_token, request, options, now_ms);
+          },
+          "instances"_a, "alpha"_a, "beta"_a, "split_token"_a, "request"_a, "options"_a,
+          "now_ms"_a);
+
+  nb::class_<BalancedSplit>(m, "BalancedSplit", "Where the paper's Algorithm 1 cuts.")
+      .def_ro("split_token", &BalancedSplit::split_token)
+      .def_ro("imbalance_ms", &BalancedSplit::imbalance_ms)
+      .def_ro("probes", &BalancedSplit::probes);
+  m.def("find_balanced_split", &FindBalancedSplit, "alpha"_a, "beta"_a, "prompt_tokens"_a,
+        "end_token"_a, "tolerance_ms"_a, "now_ms"_a,
+        "The paper's Algorithm 1: a binary search for equal completion times.");
+}
+
+}  // namespace dynaserve

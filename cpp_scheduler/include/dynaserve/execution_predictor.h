@@ -1,0 +1,223 @@
+// ExecutionPredictor knows the virtual batches that one instance is going to run (the paper's
+// section 4.1), and what becomes of a micro-request that joins them.
+//
+// One virtual step, at time t:
+//   1. Waiting requests are looked at in admission order.  One that is not ready by t is passed
+//      over.  One that finds prefill enough before it to fill a step, no seat, no KV memory, or no
+//      room for its decode (batch_rule.h, LeavesRoomForDecode) stays, and so does everything behind
+//      it; where nothing runs, it is admitted all the same.
+//   2. Every running decode advances by one token.  Prefills, running ones first, share the budget
+//      that ChooseBudget() gives; without decodes a step has no latency limit.  A waiting request
+//      that gets a token runs from now on.
+//   3. Time advances by the table's latency of that step, times the instance's cost scale.
+// A request that has computed its prefill decodes from the next step on.
+//
+// Steps without prefill are not walked one by one: while nothing ends and nothing becomes ready,
+// their latencies are sums of arithmetic series, exact but for rounding.  The timeline is kept up
+// to the first step that a newcomer could change, so that a prediction simulates only what the
+// newcomer adds.
+//
+// Not thread-safe.  No clock: callers pass the time, which never goes back.  After warm-up, Add()
+// and Predict() allocate nothing.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "dynaserve/batch_rule.h"
+#include "dynaserve/profile_table.h"
+
+namespace dynaserve {
+
+// One micro-request as an instance sees it.  It computes `prefill_tokens` in chunks, then
+// `decode_tokens` one a step.  An alpha that ends inside the prompt has no decodes; a beta that
+// begins in the answer has no prefill.
+struct VirtualRequest {
+  std::uint64_t key = 0;            // the caller's name for it; unique on an instance, below 2^63
+  std::int64_t context_tokens = 0;  // there before: computed, cached or received
+  std::int64_t prefill_tokens = 0;
+  std::int64_t decode_tokens = 0;
+  double ready_ms = 0.0;  // not admitted before: its arrival, or that of its KV
+
+  std::int64_t end_token() const { return context_tokens + prefill_tokens + decode_tokens; }
+  bool operator==(const VirtualRequest&) const = default;
+};
+
+// What an instance may run at once.
+struct InstanceLimits {
+  std::int64_t max_requests = 256;
+  std::int64_t max_step_tokens = 8192;
+  std::int64_t min_prefill_tokens = 16;
+  std::int64_t kv_tokens = std::int64_t{1} << 40;            // size of its KV cache
+  double step_ms = std::numeric_limits<double>::infinity();  // of a step with decodes: the TBT SLO
+
+  bool operator==(const InstanceLimits&) const = default;
+};
+
+// Throws std::invalid_argument, naming the field, unless max_requests, max_step_tokens and
+// kv_tokens are at least 1, min_prefill_tokens is not negative and step_ms is above 0.
+void Validate(const InstanceLimits& limits);
+
+// Which waiting request is looked at first; among equals, the one that was added first.
+enum class AdmissionOrder {
+  kArrival,          // first come, first served
+  kShortestPrefill,  // least prefill left
+};
+
+// Times are absolute milliseconds; infinity: did not happen within the prediction.
+struct Forecast {
+  double start_ms = std::numeric_limits<double>::infinity();  // of its first step
+  // Its first token, if it decodes; start_ms, if it has no prefill.
+  double prefill_end_ms = std::numeric_limits<double>::infinity();
+  double end_ms = std::numeric_limits<double>::infinity();
+  double longest_step_ms = 0.0;  // of the steps it was part of, as far as they were simulated
+
+  bool operator==(const Forecast&) const = default;
+};
+
+enum class Horizon { kPrefillEnd, kEnd };
+
+class ExecutionPredictor {
+ public:
+  // table must outlive the predictor.  Throws std::invalid_argument as Validate() does.
+  ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits,
+                     AdmissionOrder order = AdmissionOrder::kArrival);
+
+  // What would become of `newcomer` (whose key does not matter) if it were added now, as far as
+  // `horizon`.
+  // Throws std::invalid_argument for a request without tokens, or with a negative count.
+  Forecast Predict(const VirtualRequest& newcomer, double now_ms, Horizon horizon);
+
+  // When everything would have ended; nullptr: without a newcomer.  Throws as Predict().
+  double PredictDrainMs(const VirtualRequest* newcomer, double now_ms);
+
+  // What runs, in order of admission but for decodes, and what waits, by the prediction for now.
+  void Snapshot(double now_ms, std::vector<VirtualRequest>& running,
+                std::vector<VirtualRequest>& waiting);
+
+  // Adds a request to the waiting ones.  Throws as Predict().
+  void Add(const VirtualRequest& request, double now_ms);
+
+  // Takes a request out, wherever it is; false: it is not there (any more).
+  bool Remove(std::uint64_t key, double now_ms);
+
+  // Replaces what was predicted by what is: the requests that run, in order of admission, and those
+  // that wait.  Both lists are copied.  Throws as Predict(), and changes nothing.
+  void Replace(std::span<const VirtualRequest> running, std::span<const VirtualRequest> waiting,
+               double now_ms);
+
+  // Every later latency is the table's times this.  Throws std::invalid_argument unless it is
+  // positive and finite.
+  void SetCostScale(double cost_scale, double now_ms);
+  double cost_scale() const { return cost_scale_; }
+
+  // When the first prefill token of a request that came now could be computed, at the earliest.
+  double PrefillFreeMs(double now_ms);
+
+  // At that time: decodes that run, their context, and the KV of all that runs.
+  struct Load {
+    std::int64_t decodes = 0;
+    std::int64_t decode_context_tokens = 0;
+    std::int64_t kv_tokens = 0;
+  };
+  Load LoadThen(double now_ms);
+
+  // Prefill tokens that are admitted or wait, by the prediction for now.
+  std::int64_t PrefillTokens(double now_ms);
+
+  // Tokens that a request has computed, by the prediction for now; nullopt: it is not there (any
+  // more).
+  std::optional<std::int64_t> ComputedTokens(std::uint64_t key, double now_ms);
+
+  // Plays everything to its end, from `now_ms`; calls visit(key, forecast) as each request ends.
+  template <typename Visit>
+  void PlayOut(double now_ms, Visit visit) {
+    Advance(base_, now_ms);
+    scratch_ = base_;
+    ended_.clear();
+    Run(scratch_, kNobody, Horizon::kEnd, &ended_);
+    for (const Ended& ended : ended_) visit(ended.key, ended.forecast);
+  }
+
+  const InstanceLimits& limits() const { return limits_; }
+  const ProfileTable& table() const { return *table_; }
+
+ private:
+  static constexpr std::uint64_t kNobody = std::numeric_limits<std::uint64_t>::max();
+  static constexpr std::uint64_t kNewcomer = kNobody - 1;
+
+  struct Decode {
+    std::int64_t end_step;     // the step after its last
+    std::int64_t end_context;  // tokens it has computed by then
+    std::uint64_t key;
+    double start_ms;
+    double prefill_end_ms;
+  };
+  struct Prefill {
+    VirtualRequest request;  // context and prefill are what they are now
+    double start_ms;
+  };
+  // The instance at the start of a step.
+  struct State {
+    double now_ms = 0.0;
+    std::int64_t step = 0;
+    std::int64_t decode_context = 0;
+    std::vector<Decode> decodes;  // a heap, the next to end on top
+    std::vector<Prefill> prefills;
+    std::vector<VirtualRequest> waiting;
+  };
+  struct Ended {
+    std::uint64_t key;
+    Forecast forecast;
+  };
+  // What stands in the way of the waiting, found while the work of a step is gathered.
+  struct Gathered {
+    double next_ready_ms = std::numeric_limits<double>::infinity();
+    bool reached_end = true;  // a newcomer at the end of the queue would have been looked at
+  };
+
+  static bool EndsLater(const Decode& a, const Decode& b) { return a.end_step > b.end_step; }
+
+  void Check(const VirtualRequest& request) const;
+  void Enqueue(State& state, const VirtualRequest& request) const;
+  static void BeginDecode(State& state, const VirtualRequest& request, double start_ms,
+                          double prefill_end_ms);
+  void End(std::uint64_t key, const Forecast& forecast, std::vector<Ended>* ended);
+  Gathered Gather(State& state);
+  // One step, or a stretch of them that ends no later than the first step at or after `until_ms`.
+  // False: nothing is left to do before `until_ms`.
+  bool Step(State& state, double until_ms, std::vector<Ended>* ended);
+  void StepWithPrefill(State& state, std::vector<Ended>* ended);
+  void Stretch(State& state, double until_ms);
+  void EndDecodes(State& state, std::vector<Ended>* ended);
+  void Advance(State& state, double now_ms);
+  // Until the watched request has reached the horizon, or nothing is left to do.
+  Forecast Run(State& state, std::uint64_t watched, Horizon horizon, std::vector<Ended>* ended);
+  State& Tail(double now_ms);
+  std::int64_t HeldKv(const State& state) const;
+
+  // Constant after construction.
+  const ProfileTable* table_;
+  const InstanceLimits limits_;
+  const AdmissionOrder order_;
+
+  double cost_scale_ = 1.0;
+  State base_;  // what is, or was predicted from what was last known
+  State tail_;  // the first step that a newcomer could change; a copy of base_ where stale
+  bool tail_stale_ = false;
+
+  // Kept for their memory.
+  State scratch_;
+  std::vector<PrefillWork> work_;
+  std::vector<std::size_t> candidates_;  // of state.waiting, behind the running prefills in work_
+  std::vector<Ended> ended_;
+  // Of the run under way.
+  std::uint64_t watched_ = kNobody;
+  Forecast watched_forecast_;
+  double last_step_ms_ = 0.0;
+};
+
+}  // namespace dynaserve

@@ -1,0 +1,118 @@
+// LiveFleet predicts what every instance of a fleet is going to run, and places requests by it:
+// the policies kDynamic (split_search.h under the plan of fleet_planner.h) and kPaper.
+//
+// A placed request stays on the timelines of its instances until Finish(): what is predicted to be
+// over, and is not, is put back by the next Report().  Time never goes back; an earlier one counts
+// as the latest that was seen.  Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "dynaserve/execution_predictor.h"
+#include "dynaserve/fleet_planner.h"
+#include "dynaserve/placement.h"
+#include "dynaserve/split_search.h"
+#include "dynaserve/types.h"
+
+namespace dynaserve {
+
+class LiveFleet {
+ public:
+  LiveFleet(const Options& options, const ProfileTable& table);
+
+  // Adds the instance; new limits forget its timeline.  Throws std::invalid_argument as
+  // Validate(InstanceLimits) does.
+  void Observe(const InstanceState& instance);
+  void Remove(const InstanceId& instance_id);
+
+  // Chooses among `accepting`, which Observe() has seen and which is not empty; enters nothing.
+  Placement Choose(const RequestSpec& request, std::span<const InstanceLoad> accepting,
+                   double now_ms);
+
+  // Puts a placed request on the timelines of its instances, if they are (still) there.
+  void Enter(const RequestSpec& request, const Placement& placement, double now_ms);
+
+  // Takes it off; unknown ids are ignored.
+  void Finish(const std::string& request_id, double now_ms);
+
+  // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
+  // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
+  void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
+
+  // Moves the instance's cost scale towards what a step took; unknown instances are ignored.
+  // Throws std::invalid_argument for a step without tokens or a time that is not positive.
+  void ObserveStep(const InstanceId& instance_id, const BatchShape& shape, double measured_ms,
+                   double now_ms);
+
+  // 1 for unknown instances.
+  double CostScale(const InstanceId& instance_id) const;
+  const FleetPlan& plan() const { return plan_; }
+
+  // Throws std::logic_error if promised memory is not the sum of what requests were promised.
+  void CheckInvariants() const;
+
+ private:
+  struct Instance {
+    std::unique_ptr<ExecutionPredictor> predictor;
+    InstanceLimits limits;
+    bool gathers = false;
+    std::int64_t promised_tokens = 0;
+    double log_scale = 0.0;
+  };
+  struct Part {
+    InstanceId instance_id;
+    std::int64_t promised_tokens = 0;
+  };
+  struct Entry {
+    std::uint64_t ordinal = 0;
+    std::int64_t prompt_tokens = 0;
+    std::int64_t split_token = 0;
+    std::vector<Part> parts;  // alpha, beta
+  };
+
+  double At(double now_ms);
+  void Plan(std::span<const InstanceLoad> accepting, double now_ms);
+  void CountArrival(const RequestSpec& request, double now_ms);
+  Placement ChooseDynamic(const RequestSpec& request, std::span<const InstanceLoad> accepting,
+                          double now_ms);
+  Placement ChoosePaper(const RequestSpec& request, std::span<const InstanceLoad> accepting,
+                        double now_ms);
+  void StayOnAlpha(Entry& entry, double now_ms);
+  void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
+                 const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
+
+  // Constant after construction.
+  const Options options_;
+  const ProfileTable table_;
+
+  std::map<InstanceId, Instance> instances_;
+  std::unordered_map<std::string, Entry> entries_;
+  std::uint64_t num_entered_ = 0;
+  std::uint64_t num_pairs_ = 0;  // kPaper's round robin
+  double now_ms_ = 0.0;
+
+  FleetPlan plan_;
+  double planned_ms_ = -1e300;
+  std::size_t planned_instances_ = 0;
+  double smoothed_decodes_ = 0.0;
+
+  // Of the recent past, each halved in some seconds.
+  double counted_ms_ = 0.0;
+  double recent_arrivals_ = 0.0;
+  double recent_prompt_tokens_ = 0.0;
+
+  // Kept for their memory.
+  SplitSearch search_;
+  std::vector<SearchInstance> candidates_;
+  std::vector<VirtualRequest> running_;
+  std::vector<VirtualRequest> waiting_;
+};
+
+}  // namespace dynaserve

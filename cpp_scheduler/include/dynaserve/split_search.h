@@ -1,0 +1,118 @@
+// The choice for one request: whole on which instance, or cut where between which two.
+//
+// Closed forms of the objective shortlist the candidates, at most kMostProbes exact predictions of
+// cuts and kWholeProbes of whole runs decide.  Nothing is reserved.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "dynaserve/execution_predictor.h"
+#include "dynaserve/objective.h"
+
+namespace dynaserve {
+
+inline constexpr int kMostProbes = 6;
+inline constexpr int kWholeProbes = 3;
+
+// One instance that accepts new work.
+struct SearchInstance {
+  ExecutionPredictor* predictor = nullptr;
+  bool keeps_free = false;           // of decodes, by the fleet plan
+  std::int64_t cached_tokens = 0;    // of this prompt, in its prefix cache
+  std::int64_t promised_tokens = 0;  // KV of its requests at their likely ends
+};
+
+struct SearchRequest {
+  std::int64_t prompt_tokens = 0;
+  std::int64_t expected_output_tokens = 1;  // for work
+  std::int64_t likely_output_tokens = 1;    // for memory: an upper quantile
+  bool may_cut = true;
+  Slo slo;
+};
+
+// What the search knows beside the instances.
+struct SearchOptions {
+  double hand_off_ms = 5.0;            // from alpha's last token to beta's readiness, at the least
+  double kv_token_ms = 0.0;            // to move the KV of a token; it overlaps with alpha's steps
+  double hand_off_price_ms = 20.0;     // what a cut has to gain, and this share of its TTFT:
+  double hand_off_price_share = 0.05;  // predictions err
+  std::int64_t least_part_tokens = 16;
+  std::int64_t least_cut_prompt_tokens = 64;  // shorter prompts run whole
+  double arrivals_per_ms = 0.0;               // per instance
+  double lost_share = 0.0;                    // FleetPlan::lost_share
+  double prefill_pressure = 0.0;  // share of its time that the fleet prefills, in [0, 1]
+};
+
+// alpha computes [0, split_token) on instances[alpha], beta the rest on instances[beta]; whole
+// without beta.
+struct Choice {
+  std::size_t alpha = 0;
+  std::optional<std::size_t> beta;
+  std::int64_t split_token = 0;
+  Outcome outcome;
+  double objective_ms = 0.0;
+  double whole_objective_ms = 0.0;  // of the best whole run that was tried
+  double hand_off_ms = 0.0;         // absolute time at which beta is ready
+  int probes = 0;
+
+  bool operator==(const Choice&) const = default;
+};
+
+class SplitSearch {
+ public:
+  SplitSearch();
+  ~SplitSearch();
+  SplitSearch(SplitSearch&&) noexcept;
+
+  // `instances` must not be empty; their predictors learn that time has come to now_ms.
+  Choice Find(std::span<const SearchInstance> instances, const SearchRequest& request,
+              const SearchOptions& options, double now_ms);
+
+  // Exact predictions of one candidate: Find() decides by them, and the oracle of the tests tries
+  // every cut.  split_token: in [1, prompt_tokens - 1], or, inside the answer, from
+  // prompt_tokens + 1 on.
+  Choice TryWhole(std::span<const SearchInstance> instances, std::size_t index,
+                  const SearchRequest& request, const SearchOptions& options, double now_ms);
+  Choice TryCut(std::span<const SearchInstance> instances, std::size_t alpha, std::size_t beta,
+                std::int64_t split_token, const SearchRequest& request,
+                const SearchOptions& options, double now_ms);
+
+ private:
+  struct Sketch;
+  struct Ranked {
+    double queue_ms;
+    std::size_t index;
+  };
+
+  void SketchAll(std::span<const SearchInstance> instances, const SearchRequest& request,
+                 double now_ms);
+  Outcome Priced(const Sketch& decoding, const SearchRequest& request,
+                 const SearchOptions& options) const;
+  double GuessWhole(const Sketch& sketch, const SearchRequest& request,
+                    const SearchOptions& options) const;
+  double GuessCut(const Sketch& alpha, const Sketch& beta, std::int64_t split_token,
+                  const SearchRequest& request, const SearchOptions& options) const;
+  std::array<std::int64_t, 5> CutsWorthTrying(const Sketch& alpha, const Sketch& beta,
+                                              const SearchRequest& request,
+                                              const SearchOptions& options) const;
+  Choice ExactWhole(std::span<const SearchInstance> instances, std::size_t index,
+                    const Sketch& sketch, const SearchRequest& request,
+                    const SearchOptions& options, double now_ms) const;
+  Choice ExactCut(std::span<const SearchInstance> instances, std::size_t alpha, std::size_t beta,
+                  const Sketch& decoding, std::int64_t split_token, const SearchRequest& request,
+                  const SearchOptions& options, double now_ms) const;
+  Choice BestWhole(std::span<const SearchInstance> instances, const SearchRequest& request,
+                   const SearchOptions& options, double now_ms) const;
+  void Refine(std::span<const SearchInstance> instances, const SearchRequest& request,
+              const SearchOptions& options, double now_ms, Choice& best, int& probes) const;
+
+  // Kept for their memory.
+  std::vector<Ranked> ranked_;
+  std::vector<Sketch> sketches_;
+};
+
+}  // namespace dynaserve

@@ -1,0 +1,432 @@
+#include "dynaserve/execution_predictor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace dynaserve {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+void CheckAtLeast(const char* field, std::int64_t value, std::int64_t least) {
+  if (value < least) {
+    throw std::invalid_argument(std::string(field) + " is " + std::to_string(value) +
+                                "; it must be at least " + std::to_string(least));
+  }
+}
+
+// The last of the steps, each of which adds one token to the mean context, that lies in the same
+// cell of the table as the first: up to there latency is linear.
+std::int64_t StepsInCell(double mean_context) {
+  for (const double bin : kContextBins) {
+    if (bin > mean_context) return static_cast<std::int64_t>(bin - mean_context) + 1;
+  }
+  return std::numeric_limits<std::int64_t>::max();
+}
+
+// The fewest steps, at most `most`, that last `span_ms` together, when they grow evenly.
+std::int64_t StepsToReach(double span_ms, double first_ms, double growth_ms, std::int64_t most) {
+  std::int64_t few = 0, enough = most;
+  while (enough - few > 1) {
+    const std::int64_t middle = few + (enough - few) / 2;
+    const auto n = static_cast<double>(middle);
+    (n * first_ms + growth_ms * n * (n - 1.0) / 2.0 >= span_ms ? enough : few) = middle;
+  }
+  return enough;
+}
+
+template <typename Requests, typename KeyOf>
+bool EraseKey(Requests& requests, std::uint64_t key, KeyOf key_of) {
+  const auto found = std::find_if(requests.begin(), requests.end(),
+                                  [&](const auto& request) { return key_of(request) == key; });
+  if (found == requests.end()) return false;
+  requests.erase(found);
+  return true;
+}
+
+}  // namespace
+
+void Validate(const InstanceLimits& limits) {
+  CheckAtLeast("max_requests", limits.max_requests, 1);
+  CheckAtLeast("max_step_tokens", limits.max_step_tokens, 1);
+  CheckAtLeast("kv_tokens", limits.kv_tokens, 1);
+  CheckAtLeast("min_prefill_tokens", limits.min_prefill_tokens, 0);
+  if (!(limits.step_ms > 0.0)) {
+    throw std::invalid_argument("step_ms is " + std::to_string(limits.step_ms) +
+                                "; it must be above 0");
+  }
+}
+
+ExecutionPredictor::ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits,
+                                       AdmissionOrder order)
+    : table_(&table), limits_(limits), order_(order) {
+  Validate(limits);
+}
+
+Forecast ExecutionPredictor::Predict(const VirtualRequest& newcomer, double now_ms,
+                                     Horizon horizon) {
+  Check(newcomer);
+  scratch_ = Tail(now_ms);
+  VirtualRequest request = newcomer;
+  request.key = kNewcomer;
+  request.ready_ms = std::max(request.ready_ms, now_ms);
+  Enqueue(scratch_, request);
+  return Run(scratch_, request.key, horizon, nullptr);
+}
+
+double ExecutionPredictor::PredictDrainMs(const VirtualRequest* newcomer, double now_ms) {
+  if (newcomer != nullptr) Check(*newcomer);
+  scratch_ = Tail(now_ms);
+  if (newcomer != nullptr) {
+    VirtualRequest request = *newcomer;
+    request.key = kNewcomer;
+    request.ready_ms = std::max(request.ready_ms, now_ms);
+    Enqueue(scratch_, request);
+  }
+  Run(scratch_, kNobody, Horizon::kEnd, nullptr);
+  return scratch_.now_ms;
+}
+
+void ExecutionPredictor::Snapshot(double now_ms, std::vector<VirtualRequest>& running,
+                                  std::vector<VirtualRequest>& waiting) {
+  Advance(base_, now_ms);
+  running.clear();
+  for (const Decode& decode : base_.decodes) {
+    const std::int64_t left = decode.end_step - base_.step;
+    running.push_back({decode.key, decode.end_context - left, 0, left, base_.now_ms});
+  }
+  for (const Prefill& prefill : base_.prefills) running.push_back(prefill.request);
+  waiting = base_.waiting;
+}
+
+void ExecutionPredictor::Add(const VirtualRequest& request, double now_ms) {
+  Check(request);
+  VirtualRequest added = request;
+  added.ready_ms = std::max(added.ready_ms, now_ms);
+  Advance(base_, now_ms);
+  if (order_ == AdmissionOrder::kArrival) Enqueue(Tail(now_ms), added);
+  Enqueue(base_, added);
+}
+
+bool ExecutionPredictor::Remove(std::uint64_t key, double now_ms) {
+  Advance(base_, now_ms);
+  const auto decode = std::find_if(base_.decodes.begin(), base_.decodes.end(),
+                                   [key](const Decode& d) { return d.key == key; });
+  if (decode != base_.decodes.end()) {
+    base_.decode_context -= decode->end_context - (decode->end_step - base_.step);
+    base_.decodes.erase(decode);
+    std::make_heap(base_.decodes.begin(), base_.decodes.end(), EndsLater);
+  } else if (!EraseKey(base_.prefills, key, [](const Prefill& p) { return p.request.key; }) &&
+             !EraseKey(base_.waiting, key, [](const VirtualRequest& r) { return r.key; })) {
+    return false;
+  }
+  tail_stale_ = true;
+  return true;
+}
+
+void ExecutionPredictor::Replace(std::span<const VirtualRequest> running,
+                                 std::span<const VirtualRequest> waiting, double now_ms) {
+  for (const VirtualRequest& request : running) Check(request);
+  for (const VirtualRequest& request : waiting) Check(request);
+  base_.now_ms = std::max(base_.now_ms, now_ms);
+  base_.decode_context = 0;
+  base_.decodes.clear();
+  base_.prefills.clear();
+  base_.waiting.clear();
+  for (const VirtualRequest& request : running) {
+    if (request.prefill_tokens > 0) {
+      base_.prefills.push_back({request, base_.now_ms});
+    } else {
+      BeginDecode(base_, request, base_.now_ms, base_.now_ms);
+    }
+  }
+  for (const VirtualRequest& request : waiting) Enqueue(base_, request);
+  tail_stale_ = true;
+}
+
+void ExecutionPredictor::SetCostScale(double cost_scale, double now_ms) {
+  if (!(cost_scale > 0.0) || !std::isfinite(cost_scale)) {
+    throw std::invalid_argument("cost_scale is " + std::to_string(cost_scale) +
+                                "; it must be positive and finite");
+  }
+  Advance(base_, now_ms);
+  cost_scale_ = cost_scale;
+  tail_stale_ = true;
+}
+
+double ExecutionPredictor::PrefillFreeMs(double now_ms) { return Tail(now_ms).now_ms; }
+
+ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms) {
+  const State& tail = Tail(now_ms);
+  return {static_cast<std::int64_t>(tail.decodes.size()), tail.decode_context, HeldKv(tail)};
+}
+
+std::int64_t ExecutionPredictor::PrefillTokens(double now_ms) {
+  Advance(base_, now_ms);
+  std::int64_t tokens = 0;
+  for (const Prefill& prefill : base_.prefills) tokens += prefill.request.prefill_tokens;
+  for (const VirtualRequest& request : base_.waiting) tokens += request.prefill_tokens;
+  return tokens;
+}
+
+std::optional<std::int64_t> ExecutionPredictor::ComputedTokens(std::uint64_t key, double now_ms) {
+  Advance(base_, now_ms);
+  for (const Decode& decode : base_.decodes) {
+    if (decode.key == key) return decode.end_context - (decode.end_step - base_.step);
+  }
+  for (const Prefill& prefill : base_.prefills) {
+    if (prefill.request.key == key) return prefill.request.context_tokens;
+  }
+  for (const VirtualRequest& request : base_.waiting) {
+    if (request.key == key) return request.context_tokens;
+  }
+  return std::nullopt;
+}
+
+void ExecutionPredictor::Check(const VirtualRequest& request) const {
+  CheckAtLeast("context_tokens", request.context_tokens, 0);
+  CheckAtLeast("prefill_tokens", request.prefill_tokens, 0);
+  CheckAtLeast("decode_tokens", request.decode_tokens, 0);
+  if (request.prefill_tokens + request.decode_tokens < 1) {
+    throw std::invalid_argument("a virtual request has no tokens to compute");
+  }
+  if (!(request.ready_ms < kNever)) {
+    throw std::invalid_argument("ready_ms is " + std::to_string(request.ready_ms) +
+                                "; it must be finite");
+  }
+}
+
+void ExecutionPredictor::Enqueue(State& state, const VirtualRequest& request) const {
+  auto place = state.waiting.end();
+  if (order_ == AdmissionOrder::kShortestPrefill) {
+    place = std::upper_bound(state.waiting.begin(), state.waiting.end(), request,
+                             [](const VirtualRequest& a, const VirtualRequest& b) {
+                               return a.prefill_tokens < b.prefill_tokens;
+                             });
+  }
+  state.waiting.insert(place, request);
+}
+
+void ExecutionPredictor::BeginDecode(State& state, const VirtualRequest& request, double start_ms,
+                                     double prefill_end_ms) {
+  state.decode_context += request.context_tokens;
+  state.decodes.push_back({state.step + request.decode_tokens, request.end_token(), request.key,
+                           start_ms, prefill_end_ms});
+  std::push_heap(state.decodes.begin(), state.decodes.end(), EndsLater);
+}
+
+void ExecutionPredictor::End(std::uint64_t key, const Forecast& forecast,
+                             std::vector<Ended>* ended) {
+  if (key == watched_) watched_forecast_.end_ms = forecast.end_ms;
+  if (ended != nullptr) ended->push_back({key, forecast});
+}
+
+std::int64_t ExecutionPredictor::HeldKv(const State& state) const {
+  std::int64_t tokens = state.decode_context;
+  for (const Prefill& prefill : state.prefills) {
+    tokens += prefill.request.context_tokens + prefill.request.prefill_tokens;
+  }
+  return tokens;
+}
+
+ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
+  Gathered gathered;
+  work_.clear();
+  candidates_.clear();
+  std::int64_t tokens = 0;
+  // What runs, or will once the candidates before it are admitted.
+  auto seats = static_cast<std::int64_t>(state.decodes.size() + state.prefills.size());
+  std::int64_t kv = HeldKv(state);
+  BatchShape decodes{0, 0.0, static_cast<std::int64_t>(state.decodes.size()), state.decode_context};
+  for (const Prefill& prefill : state.prefills) {
+    const VirtualRequest& request = prefill.request;
+    work_.push_back({request.prefill_tokens, request.context_tokens});
+    tokens += request.prefill_tokens;
+    if (request.decode_tokens == 0) continue;
+    decodes.decodes += 1;
+    decodes.decode_context_tokens += request.context_tokens + request.prefill_tokens;
+  }
+  for (std::size_t i = 0; i < state.waiting.size();) {
+    const VirtualRequest request = state.waiting[i];
+    if (request.ready_ms > state.now_ms) {
+      gathered.next_ready_ms = std::min(gathered.next_ready_ms, request.ready_ms);
+      ++i;
+      continue;
+    }
+    const std::int64_t context = request.context_tokens + request.prefill_tokens;
+    const bool fits =
+        tokens < limits_.max_step_tokens && seats < limits_.max_requests &&
+        kv + context <= limits_.kv_tokens &&
+        (request.decode_tokens == 0 || decodes.decodes == 0 ||
+         LeavesRoomForDecode(*table_, decodes, context, limits_.step_ms / cost_scale_));
+    if (!fits && seats > 0) {
+      gathered.reached_end = false;
+      break;
+    }
+    seats += 1;
+    kv += context;
+    if (request.decode_tokens > 0) {
+      decodes.decodes += 1;
+      decodes.decode_context_tokens += context;
+    }
+    if (request.prefill_tokens > 0) {
+      work_.push_back({request.prefill_tokens, request.context_tokens});
+      candidates_.push_back(i);
+      tokens += request.prefill_tokens;
+      ++i;
+    } else {
+      if (request.key == watched_) {
+        watched_forecast_.start_ms = watched_forecast_.prefill_end_ms = state.now_ms;
+      }
+      BeginDecode(state, request, state.now_ms, state.now_ms);
+      state.waiting.erase(state.waiting.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
+  return gathered;
+}
+
+bool ExecutionPredictor::Step(State& state, double until_ms, std::vector<Ended>* ended) {
+  last_step_ms_ = 0.0;
+  const Gathered gathered = Gather(state);
+  if (!work_.empty()) {
+    StepWithPrefill(state, ended);
+  } else if (!state.decodes.empty()) {
+    Stretch(state, std::min(until_ms, gathered.next_ready_ms));
+    EndDecodes(state, ended);
+  } else {
+    if (!(gathered.next_ready_ms < until_ms)) return false;
+    state.now_ms = gathered.next_ready_ms;
+  }
+  return true;
+}
+
+void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended) {
+  const BatchShape decodes{0, 0.0, static_cast<std::int64_t>(state.decodes.size()),
+                           state.decode_context};
+  const double limit_ms = state.decodes.empty() ? kNever : limits_.step_ms / cost_scale_;
+  const PrefillBudget budget = ChooseBudget(
+      *table_, decodes, work_, {limit_ms, limits_.max_step_tokens, limits_.min_prefill_tokens});
+  const double started_ms = state.now_ms;
+  last_step_ms_ = budget.step_ms * cost_scale_;
+  state.now_ms += last_step_ms_;
+  state.step += 1;
+  state.decode_context += decodes.decodes;
+  EndDecodes(state, ended);
+
+  std::int64_t left = budget.tokens;
+  for (const Prefill& prefill : state.prefills) {
+    left -= std::min(left, prefill.request.prefill_tokens);
+  }
+  std::size_t admitted = 0;
+  for (const std::size_t i : candidates_) {
+    if (left == 0) break;
+    const auto place = state.waiting.begin() + static_cast<std::ptrdiff_t>(i - admitted);
+    left -= std::min(left, place->prefill_tokens);
+    if (place->key == watched_) watched_forecast_.start_ms = started_ms;
+    state.prefills.push_back({*place, started_ms});
+    state.waiting.erase(place);
+    ++admitted;
+  }
+
+  left = budget.tokens;
+  std::size_t kept = 0;
+  for (Prefill& prefill : state.prefills) {
+    VirtualRequest& request = prefill.request;
+    const std::int64_t taken = std::min(left, request.prefill_tokens);
+    left -= taken;
+    request.prefill_tokens -= taken;
+    request.context_tokens += taken;
+    if (request.prefill_tokens > 0) {
+      state.prefills[kept++] = prefill;
+      continue;
+    }
+    if (request.key == watched_) watched_forecast_.prefill_end_ms = state.now_ms;
+    if (request.decode_tokens > 0) {
+      BeginDecode(state, request, prefill.start_ms, state.now_ms);
+    } else {
+      End(request.key, {prefill.start_ms, state.now_ms, state.now_ms, 0.0}, ended);
+    }
+  }
+  state.prefills.resize(kept);
+}
+
+void ExecutionPredictor::Stretch(State& state, double until_ms) {
+  const auto decodes = static_cast<std::int64_t>(state.decodes.size());
+  std::int64_t left = state.decodes.front().end_step - state.step;
+  const auto step_ms = [&](std::int64_t later) {
+    return cost_scale_ * table_->StepMs({0, 0.0, decodes, state.decode_context + later * decodes});
+  };
+  while (left > 0) {
+    const double mean = static_cast<double>(state.decode_context) / static_cast<double>(decodes);
+    std::int64_t steps = std::min(left, StepsInCell(mean));
+    const double first_ms = step_ms(0);
+    double last_ms = steps > 1 ? step_ms(steps - 1) : first_ms;
+    const double growth_ms =
+        steps > 1 ? (last_ms - first_ms) / static_cast<double>(steps - 1) : 0.0;
+    double span_ms = 0.5 * (first_ms + last_ms) * static_cast<double>(steps);
+    const bool reaches = state.now_ms + span_ms >= until_ms;
+    if (reaches) {
+      steps = StepsToReach(until_ms - state.now_ms, first_ms, growth_ms, steps);
+      const auto n = static_cast<double>(steps);
+      span_ms = n * first_ms + growth_ms * n * (n - 1.0) / 2.0;
+      last_ms = first_ms + growth_ms * (n - 1.0);
+    }
+    state.now_ms += span_ms;
+    state.step += steps;
+    state.decode_context += steps * decodes;
+    last_step_ms_ = std::max(last_step_ms_, last_ms);
+    left -= steps;
+    if (reaches) return;
+  }
+}
+
+void ExecutionPredictor::EndDecodes(State& state, std::vector<Ended>* ended) {
+  while (!state.decodes.empty() && state.decodes.front().end_step <= state.step) {
+    const Decode decode = state.decodes.front();
+    std::pop_heap(state.decodes.begin(), state.decodes.end(), EndsLater);
+    state.decodes.pop_back();
+    state.decode_context -= decode.end_context;
+    End(decode.key, {decode.start_ms, decode.prefill_end_ms, state.now_ms, 0.0}, ended);
+  }
+}
+
+void ExecutionPredictor::Advance(State& state, double now_ms) {
+  while (state.now_ms < now_ms) {
+    if (!Step(state, now_ms, nullptr)) state.now_ms = now_ms;
+  }
+}
+
+ExecutionPredictor::State& ExecutionPredictor::Tail(double now_ms) {
+  if (order_ != AdmissionOrder::kArrival) {
+    Advance(base_, now_ms);
+    return base_;
+  }
+  if (tail_stale_) {
+    Advance(base_, now_ms);
+    tail_ = base_;
+    tail_stale_ = false;
+  }
+  Advance(tail_, now_ms);
+  while (!Gather(tail_).reached_end) Step(tail_, kNever, nullptr);
+  return tail_;
+}
+
+Forecast ExecutionPredictor::Run(State& state, std::uint64_t watched, Horizon horizon,
+                                 std::vector<Ended>* ended) {
+  watched_ = watched;
+  watched_forecast_ = {};
+  const double& goal =
+      horizon == Horizon::kEnd ? watched_forecast_.end_ms : watched_forecast_.prefill_end_ms;
+  while (goal == kNever && Step(state, kNever, ended)) {
+    if (watched_forecast_.start_ms < kNever) {
+      watched_forecast_.longest_step_ms =
+          std::max(watched_forecast_.longest_step_ms, last_step_ms_);
+    }
+  }
+  watched_ = kNobody;
+  return watched_forecast_;
+}
+
+}  // namespace dynaserve

@@ -1,0 +1,343 @@
+#include "dynaserve/live_fleet.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "dynaserve/paper_search.h"
+
+namespace dynaserve {
+namespace {
+
+constexpr double kPlanEveryMs = 1000.0;
+constexpr double kRecentMs = 10'000.0;
+// Of a step's error in the cost scale, which tells the timelines once it has moved this far.
+constexpr double kScaleGain = 0.05;
+constexpr double kMostScaleStep = 0.5;
+constexpr double kScaleTold = 0.01;
+
+std::int64_t OutputsOf(const RequestSpec& request) {
+  return std::min(request.expected_output_tokens, request.max_output_tokens);
+}
+
+std::int64_t LikelyOutputs(const RequestSpec& request) {
+  return std::min(std::max(request.likely_output_tokens, request.expected_output_tokens),
+                  request.max_output_tokens);
+}
+
+// Requests are at different places of their answers: half of one is what it holds on average.
+std::int64_t PromisedTokens(const RequestSpec& request) {
+  return request.prompt_tokens + (LikelyOutputs(request) + 1) / 2;
+}
+
+std::uint64_t KeyOf(std::uint64_t ordinal, std::size_t side) { return 2 * ordinal + side; }
+
+Placement WholeOn(const InstanceId& instance_id, std::int64_t end_token, PlacementReason reason,
+                  const Prediction& prediction) {
+  return {{instance_id, 0, end_token}, std::nullopt, reason, prediction};
+}
+
+}  // namespace
+
+LiveFleet::LiveFleet(const Options& options, const ProfileTable& table)
+    : options_(options), table_(table) {}
+
+double LiveFleet::At(double now_ms) { return now_ms_ = std::max(now_ms_, now_ms); }
+
+void LiveFleet::Observe(const InstanceState& instance) {
+  const auto found = instances_.find(instance.instance_id);
+  if (found != instances_.end() && found->second.limits == instance.limits) return;
+  auto predictor = std::make_unique<ExecutionPredictor>(table_, instance.limits);
+  Instance& known = instances_[instance.instance_id];
+  known.predictor = std::move(predictor);
+  known.limits = instance.limits;
+}
+
+void LiveFleet::Remove(const InstanceId& instance_id) {
+  instances_.erase(instance_id);
+  for (auto& [request_id, entry] : entries_) {
+    for (Part& part : entry.parts) {
+      if (part.instance_id == instance_id) part.promised_tokens = 0;
+    }
+  }
+}
+
+void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
+  const double kept = std::exp(-(now_ms - counted_ms_) / kRecentMs);
+  counted_ms_ = now_ms;
+  recent_arrivals_ = kept * recent_arrivals_ + 1.0;
+  recent_prompt_tokens_ = kept * recent_prompt_tokens_ + static_cast<double>(request.prompt_tokens);
+}
+
+void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
+  if (now_ms - planned_ms_ < kPlanEveryMs && accepting.size() == planned_instances_) return;
+  planned_ms_ = now_ms;
+  planned_instances_ = accepting.size();
+  std::int64_t decodes = 0, context = 0;
+  struct Gatherer {
+    Instance* instance;
+    std::int64_t decodes;
+  };
+  std::vector<Gatherer> order;
+  for (const InstanceLoad& load : accepting) {
+    Instance& instance = instances_.at(load.instance_id);
+    const ExecutionPredictor::Load then = instance.predictor->LoadThen(now_ms);
+    decodes += then.decodes;
+    context += then.decode_context_tokens;
+    order.push_back({&instance, then.decodes});
+  }
+  smoothed_decodes_ = 0.5 * (smoothed_decodes_ + static_cast<double>(decodes));
+  FleetDemand demand;
+  demand.instances = static_cast<std::int64_t>(accepting.size());
+  demand.decodes = std::llround(smoothed_decodes_);
+  if (decodes > 0) {
+    demand.mean_context_tokens = static_cast<double>(context) / static_cast<double>(decodes);
+  }
+  if (recent_arrivals_ > 0.0) {
+    demand.prompt_tokens =
+        std::max<std::int64_t>(1, std::llround(recent_prompt_tokens_ / recent_arrivals_));
+  }
+  plan_ = PlanFleet(table_, order.front().instance->limits, demand, plan_.gathering);
+  std::stable_sort(order.begin(), order.end(), [](const Gatherer& a, const Gatherer& b) {
+    if (a.instance->gathers != b.instance->gathers) return a.instance->gathers;
+    return a.decodes > b.decodes;
+  });
+  std::int64_t left = plan_.gathering;
+  for (auto& [id, instance] : instances_) instance.gathers = false;
+  for (const Gatherer& gatherer : order) gatherer.instance->gathers = left-- > 0;
+}
+
+Placement LiveFleet::Choose(const RequestSpec& request, std::span<const InstanceLoad> accepting,
+                            double now_ms) {
+  now_ms = At(now_ms);
+  CountArrival(request, now_ms);
+  return options_.policy == Policy::kPaper ? ChoosePaper(request, accepting, now_ms)
+                                           : ChooseDynamic(request, accepting, now_ms);
+}
+
+Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
+                                   std::span<const InstanceLoad> accepting, double now_ms) {
+  Plan(accepting, now_ms);
+  candidates_.clear();
+  for (const InstanceLoad& load : accepting) {
+    Instance& instance = instances_.at(load.instance_id);
+    candidates_.push_back({instance.predictor.get(), plan_.gathering > 0 && !instance.gathers, 0,
+                           instance.promised_tokens});
+  }
+  SearchRequest wanted;
+  wanted.prompt_tokens = std::max<std::int64_t>(1, request.prompt_tokens);
+  wanted.expected_output_tokens = std::max<std::int64_t>(1, OutputsOf(request));
+  wanted.likely_output_tokens = std::max<std::int64_t>(1, LikelyOutputs(request));
+  wanted.may_cut = request.may_cut;
+  wanted.slo = request.slo;
+  SearchOptions options;
+  const auto instances = static_cast<double>(accepting.size());
+  options.hand_off_ms = options_.hand_off_ms;
+  options.kv_token_ms = options_.kv_token_ms;
+  options.arrivals_per_ms = recent_arrivals_ / kRecentMs / instances;
+  options.lost_share = plan_.lost_share;
+  const double rate = plan_.prefill_rate;
+  options.prefill_pressure =
+      rate > 0.0 ? std::min(1.0, recent_prompt_tokens_ / kRecentMs / rate) : 1.0;
+  const Choice choice = search_.Find(candidates_, wanted, options, now_ms);
+
+  Prediction prediction;
+  prediction.ttft_ms = choice.outcome.ttft_ms;
+  prediction.decode_step_ms = choice.outcome.decode_step_ms;
+  prediction.objective_ms = choice.objective_ms;
+  prediction.whole_objective_ms = choice.whole_objective_ms;
+  prediction.probes = choice.probes;
+  prediction.gathering = plan_.gathering;
+  const std::int64_t end_token = ComputedTokens(request.prompt_tokens, OutputsOf(request));
+  const InstanceId& first = accepting[choice.alpha].instance_id;
+  if (!choice.beta) {
+    const PlacementReason reason = !request.may_cut        ? PlacementReason::kNotCuttable
+                                   : accepting.size() == 1 ? PlacementReason::kSingleInstance
+                                                           : PlacementReason::kWholeIsBest;
+    return WholeOn(first, end_token, reason, prediction);
+  }
+  prediction.hand_off_ms = choice.hand_off_ms - now_ms;
+  const std::int64_t split = choice.split_token;
+  return {{first, 0, split},
+          MicroRequest{accepting[*choice.beta].instance_id, split, std::max(end_token, split + 1)},
+          PlacementReason::kLevelsPrefill,
+          prediction};
+}
+
+Placement LiveFleet::ChoosePaper(const RequestSpec& request,
+                                 std::span<const InstanceLoad> accepting, double now_ms) {
+  using enum PlacementReason;
+  const std::size_t first = num_pairs_++ % accepting.size();
+  const std::size_t second = (first + 1) % accepting.size();
+  const std::int64_t end_token = ComputedTokens(request.prompt_tokens, OutputsOf(request));
+  Prediction prediction;
+  const InstanceId& alpha = accepting[first].instance_id;
+  if (!request.may_cut) return WholeOn(alpha, end_token, kNotCuttable, prediction);
+  if (end_token < 2) return WholeOn(alpha, end_token, kPromptTooShort, prediction);
+  if (accepting.size() == 1) return WholeOn(alpha, end_token, kSingleInstance, prediction);
+  const InstanceId& beta = accepting[second].instance_id;
+  const BalancedSplit split =
+      FindBalancedSplit(*instances_.at(alpha).predictor, *instances_.at(beta).predictor,
+                        request.prompt_tokens, end_token, options_.tolerance_ms, now_ms);
+  prediction.objective_ms = split.imbalance_ms;
+  prediction.probes = split.probes;
+  if (split.split_token <= 0) return WholeOn(beta, end_token, kSplitAtStart, prediction);
+  if (split.split_token >= end_token) return WholeOn(alpha, end_token, kSplitAtEnd, prediction);
+  return {{alpha, 0, split.split_token},
+          MicroRequest{beta, split.split_token, end_token},
+          kBalanced,
+          prediction};
+}
+
+void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, double now_ms) {
+  now_ms = At(now_ms);
+  Entry& entry = entries_[request.request_id];
+  entry.ordinal = num_entered_++;
+  entry.prompt_tokens = request.prompt_tokens;
+  entry.split_token = placement.split_token();
+  const std::int64_t promised = PromisedTokens(request);
+  const std::int64_t split = placement.split_token();
+  const std::int64_t prefill = std::min(split, request.prompt_tokens);
+  const VirtualRequest alpha{0, 0, prefill, split - prefill, now_ms};
+  if (!placement.beta) {
+    EnterPart(entry, 0, placement.alpha.instance_id, alpha, promised, now_ms);
+    return;
+  }
+  double ready_ms = now_ms + options_.hand_off_ms;
+  if (placement.prediction && placement.prediction->hand_off_ms > 0.0) {
+    ready_ms = now_ms + placement.prediction->hand_off_ms;
+  } else if (const auto found = instances_.find(placement.alpha.instance_id);
+             found != instances_.end()) {
+    ready_ms = found->second.predictor->Predict(alpha, now_ms, Horizon::kEnd).end_ms +
+               options_.hand_off_ms;
+  }
+  EnterPart(entry, 0, placement.alpha.instance_id, alpha, 0, now_ms);
+  const std::int64_t rest = std::max<std::int64_t>(0, request.prompt_tokens - split);
+  const std::int64_t decodes = placement.beta->end_token - std::max(split, request.prompt_tokens);
+  EnterPart(entry, 1, placement.beta->instance_id,
+            {0, split, rest, std::max<std::int64_t>(rest > 0 ? 0 : 1, decodes), ready_ms}, promised,
+            now_ms);
+}
+
+void LiveFleet::EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
+                          const VirtualRequest& request, std::int64_t promised_tokens,
+                          double now_ms) {
+  entry.parts.push_back({instance_id, 0});
+  const auto found = instances_.find(instance_id);
+  if (found == instances_.end()) return;
+  Part& part = entry.parts.back();
+  part.promised_tokens = promised_tokens;
+  found->second.promised_tokens += promised_tokens;
+  VirtualRequest entered = request;
+  entered.key = KeyOf(entry.ordinal, side);
+  if (entered.prefill_tokens + entered.decode_tokens < 1) return;  // an empty prompt
+  found->second.predictor->Add(entered, now_ms);
+}
+
+void LiveFleet::Finish(const std::string& request_id, double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end()) return;
+  const Entry& entry = found->second;
+  for (std::size_t side = 0; side < entry.parts.size(); ++side) {
+    const auto instance = instances_.find(entry.parts[side].instance_id);
+    if (instance == instances_.end()) continue;
+    instance->second.promised_tokens -= entry.parts[side].promised_tokens;
+    instance->second.predictor->Remove(KeyOf(entry.ordinal, side), now_ms);
+  }
+  entries_.erase(found);
+}
+
+void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> progress,
+                       double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = instances_.find(instance_id);
+  if (found == instances_.end()) return;
+  ExecutionPredictor& predictor = *found->second.predictor;
+  predictor.Snapshot(now_ms, running_, waiting_);
+  for (const Progress& report : progress) {
+    const auto known = entries_.find(report.request_id);
+    if (known == entries_.end()) continue;
+    Entry& entry = known->second;
+    // A request that has passed its cut is with its beta.
+    const std::size_t side =
+        entry.parts.size() > 1 && entry.parts[1].instance_id == instance_id ? 1 : 0;
+    if (entry.parts[side].instance_id != instance_id) continue;
+    if (side == 0 && report.computed_tokens > entry.split_token) StayOnAlpha(entry, now_ms);
+    const bool is_alpha_of_two = entry.parts.size() > 1 && side == 0;
+    const std::int64_t outputs = std::max<std::int64_t>(1, report.expected_output_tokens);
+    std::int64_t end_token = entry.prompt_tokens + outputs - 1;
+    if (is_alpha_of_two) end_token = entry.split_token;
+    const std::int64_t computed =
+        std::max(report.computed_tokens, side == 1 ? entry.split_token : std::int64_t{0});
+    const std::uint64_t key = KeyOf(entry.ordinal, side);
+    const auto same = [key](const VirtualRequest& r) { return r.key == key; };
+    std::erase_if(running_, same);
+    std::erase_if(waiting_, same);
+    if (is_alpha_of_two && computed >= end_token) continue;
+    const std::int64_t prefill =
+        std::max<std::int64_t>(0, std::min(entry.prompt_tokens, end_token) - computed);
+    const std::int64_t decodes =
+        std::max<std::int64_t>(0, end_token - std::max(computed, entry.prompt_tokens));
+    // One that is still there has at least a token to go.
+    running_.push_back({key, computed, prefill,
+                        prefill > 0 ? decodes : std::max<std::int64_t>(1, decodes), now_ms});
+  }
+  predictor.Replace(running_, waiting_, now_ms);
+}
+
+void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
+  if (entry.parts.size() < 2) return;
+  const Part beta = entry.parts.back();
+  entry.parts.pop_back();
+  const auto left = instances_.find(beta.instance_id);
+  if (left != instances_.end()) {
+    left->second.promised_tokens -= beta.promised_tokens;
+    left->second.predictor->Remove(KeyOf(entry.ordinal, 1), now_ms);
+  }
+  Part& alpha = entry.parts.front();
+  const auto kept = instances_.find(alpha.instance_id);
+  if (kept == instances_.end()) return;
+  alpha.promised_tokens += beta.promised_tokens;
+  kept->second.promised_tokens += beta.promised_tokens;
+}
+
+void LiveFleet::ObserveStep(const InstanceId& instance_id, const BatchShape& shape,
+                            double measured_ms, double now_ms) {
+  if (shape.tokens() < 1 || !(measured_ms > 0.0) || !std::isfinite(measured_ms)) {
+    throw std::invalid_argument("a step of " + std::to_string(shape.tokens()) + " tokens took " +
+                                std::to_string(measured_ms) + " ms; both must be positive");
+  }
+  now_ms = At(now_ms);
+  const auto found = instances_.find(instance_id);
+  const double table_ms = table_.StepMs(shape);
+  if (found == instances_.end() || !(table_ms > 0.0)) return;
+  Instance& instance = found->second;
+  const double error = std::log(measured_ms / table_ms) - instance.log_scale;
+  instance.log_scale += kScaleGain * std::clamp(error, -kMostScaleStep, kMostScaleStep);
+  ExecutionPredictor& predictor = *instance.predictor;
+  if (std::abs(instance.log_scale - std::log(predictor.cost_scale())) > kScaleTold) {
+    predictor.SetCostScale(std::exp(instance.log_scale), now_ms);
+  }
+}
+
+double LiveFleet::CostScale(const InstanceId& instance_id) const {
+  const auto found = instances_.find(instance_id);
+  return found == instances_.end() ? 1.0 : found->second.predictor->cost_scale();
+}
+
+void LiveFleet::CheckInvariants() const {
+  std::map<InstanceId, std::int64_t> sums;
+  for (const auto& [request_id, entry] : entries_) {
+    for (const Part& part : entry.parts) sums[part.instance_id] += part.promised_tokens;
+  }
+  for (const auto& [id, instance] : instances_) {
+    if (instance.promised_tokens != sums[id]) {
+      throw std::logic_error("instance \"" + id + "\" has promised " +
+                             std::to_string(instance.promised_tokens) + " tokens, its requests " +
+                             std::to_string(sums[id]));
+    }
+  }
+}
+
+}  // namespace dynaserve

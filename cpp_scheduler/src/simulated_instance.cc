@@ -1,0 +1,193 @@
+#include "dynaserve/simulated_instance.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace dynaserve {
+
+void Validate(const EngineOptions& options) {
+  const auto check = [](const char* field, std::int64_t value, std::int64_t least) {
+    if (value < least) {
+      throw std::invalid_argument(std::string(field) + " is " + std::to_string(value) +
+                                  "; it must be at least " + std::to_string(least));
+    }
+  };
+  check("max_step_tokens", options.max_step_tokens, 1);
+  check("max_running", options.max_running, 1);
+  check("kv_tokens", options.kv_tokens, 1);
+  check("min_prefill_tokens", options.min_prefill_tokens, 0);
+  if (!(options.slo_ms > 0.0)) {
+    throw std::invalid_argument("slo_ms is " + std::to_string(options.slo_ms) +
+                                "; it must be above 0");
+  }
+  if (!(options.margin > 0.0 && options.margin <= 1.0)) {
+    throw std::invalid_argument("margin is " + std::to_string(options.margin) +
+                                "; it must be in (0, 1]");
+  }
+}
+
+SimulatedInstance::SimulatedInstance(const ProfileTable& table, const EngineOptions& options)
+    : table_(&table), options_(options) {
+  Validate(options);
+}
+
+void SimulatedInstance::Add(const SimulatedSequence& sequence) {
+  if (sequence.end > options_.kv_tokens) {
+    throw std::invalid_argument("a request of " + std::to_string(sequence.end) +
+                                " tokens never fits into " + std::to_string(options_.kv_tokens) +
+                                " tokens of KV cache");
+  }
+  waiting_.push_back(sequence);
+}
+
+double SimulatedInstance::BeginStep(double now_ms) {
+  assert(!stepping_);
+  if (idle()) return 0.0;
+  now_ms_ = now_ms;
+  preempted_ = false;
+  // Whoever loses its KV makes room for the others; the first to have come is never the last here.
+  while (true) {
+    GatherDecodes(now_ms);
+    if (FreeKv() >= 0) {
+      GatherPrefills();
+      Spend(Budget());
+      if (step_tokens_ > 0) break;
+    }
+    Preempt();
+  }
+  stepping_ = true;
+  return table_->StepMs(shape_);
+}
+
+void SimulatedInstance::GatherDecodes(double now_ms) {
+  chunk_.assign(running_.size(), 0);
+  shape_ = {};
+  step_tokens_ = 0;
+  due_ms_ = now_ms + options_.slo_ms;
+  for (std::size_t i = 0; i < running_.size(); ++i) {
+    const SimulatedSequence& sequence = running_[i];
+    if (!sequence.decodes()) continue;
+    chunk_[i] = 1;
+    ++shape_.decodes;
+    shape_.decode_context_tokens += sequence.computed + 1;
+    due_ms_ = std::min(due_ms_, sequence.last_token_ms + options_.slo_ms);
+  }
+  step_tokens_ = shape_.decodes;
+}
+
+// Work beyond a full step is of no interest.
+void SimulatedInstance::GatherPrefills() {
+  work_.clear();
+  work_of_.clear();
+  std::int64_t tokens = 0;
+  for (std::size_t i = 0; i < running_.size() && tokens < options_.max_step_tokens; ++i) {
+    const SimulatedSequence& sequence = running_[i];
+    if (sequence.decodes()) continue;
+    const std::int64_t left = std::min(sequence.known, sequence.end) - sequence.computed;
+    work_.push_back({left, sequence.computed});
+    work_of_.push_back(i);
+    tokens += left;
+  }
+  if (preempted_ && !running_.empty()) return;
+  std::int64_t free_kv = FreeKv();
+  BatchShape decodes = shape_;
+  decodes.decodes += static_cast<std::int64_t>(work_.size());
+  for (const PrefillWork& work : work_)
+    decodes.decode_context_tokens += work.context_tokens + work.tokens;
+  std::size_t seats = static_cast<std::size_t>(options_.max_running) -
+                      std::min(running_.size(), static_cast<std::size_t>(options_.max_running));
+  for (const SimulatedSequence& sequence : waiting_) {
+    if (tokens >= options_.max_step_tokens || seats == 0 || free_kv < sequence.known) return;
+    if (options_.batching == Batching::kSlo && decodes.decodes > 0 &&
+        !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * options_.margin)) {
+      return;
+    }
+    const std::int64_t left = std::min(sequence.known, sequence.end) - sequence.computed;
+    work_.push_back({left, sequence.computed});
+    tokens += left;
+    free_kv -= sequence.known;
+    ++decodes.decodes;
+    decodes.decode_context_tokens += sequence.known;
+    --seats;
+  }
+}
+
+std::int64_t SimulatedInstance::Budget() {
+  const std::int64_t most = std::max<std::int64_t>(0, options_.max_step_tokens - shape_.decodes);
+  if (options_.batching == Batching::kFixedChunk || work_.empty()) return most;
+  const double limit_ms = shape_.decodes > 0 ? std::max(0.0, (due_ms_ - now_ms_) * options_.margin)
+                                             : std::numeric_limits<double>::infinity();
+  const BatchLimits limits{limit_ms, options_.max_step_tokens, options_.min_prefill_tokens};
+  return std::min(most, ChooseBudget(*table_, shape_, work_, limits).tokens);
+}
+
+void SimulatedInstance::Spend(std::int64_t budget) {
+  for (std::size_t i = 0; i < work_.size() && budget > 0; ++i) {
+    const bool is_new = i >= work_of_.size();
+    const std::int64_t held = is_new ? work_[i].context_tokens : 0;
+    const std::int64_t tokens = std::min({work_[i].tokens, budget, FreeKv() - held});
+    if (tokens <= 0) return;
+    if (is_new) {
+      kv_used_ += held;
+      running_.push_back(waiting_.front());
+      waiting_.pop_front();
+      chunk_.push_back(tokens);
+    } else {
+      chunk_[work_of_[i]] = tokens;
+    }
+    shape_.prefill_tokens += tokens;
+    shape_.prefill_pairs += PrefillPairs(tokens, work_[i].context_tokens);
+    step_tokens_ += tokens;
+    budget -= tokens;
+  }
+}
+
+void SimulatedInstance::Preempt() {
+  // Nothing runs and nothing can begin only if one sequence is larger than the memory.
+  if (running_.empty())
+    throw std::logic_error("an instance with waiting work cannot run any of it");
+  SimulatedSequence sequence = running_.back();
+  running_.pop_back();
+  kv_used_ -= sequence.computed;
+  sequence.computed = 0;
+  waiting_.push_front(sequence);
+  preempted_ = true;
+  ++use_.preemptions;
+}
+
+void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepResult>& results) {
+  stepping_ = false;
+  kv_used_ += step_tokens_;
+  ++use_.steps;
+  use_.busy_ms += step_ms;
+  use_.tokens += static_cast<double>(step_tokens_);
+  use_.attention_pairs += shape_.prefill_pairs + static_cast<double>(shape_.decode_context_tokens);
+  use_.kv_token_ms += static_cast<double>(kv_used_) * step_ms;
+  use_.most_kv_tokens = std::max(use_.most_kv_tokens, kv_used_);
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < running_.size(); ++i) {
+    SimulatedSequence sequence = running_[i];
+    if (chunk_[i] > 0) {
+      sequence.computed += chunk_[i];
+      StepResult result{sequence, false, sequence.computed == sequence.end};
+      if (sequence.computed == sequence.known && sequence.computed >= sequence.prompt) {
+        result.sampled = true;
+        ++sequence.known;
+        sequence.last_token_ms = now_ms;
+        result.sequence = sequence;
+      }
+      results.push_back(result);
+      if (result.ended) {
+        kv_used_ -= sequence.computed;
+        continue;
+      }
+    }
+    running_[kept++] = sequence;
+  }
+  running_.resize(kept);
+}
+
+}  // namespace dynaserve

@@ -1,0 +1,229 @@
+#include "dynaserve/simulator.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numbers>
+#include <queue>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "dynaserve/scheduler.h"
+
+namespace dynaserve {
+namespace {
+
+constexpr double kLeastGapMs = 0.1;
+constexpr double kGapGrowth = 1.005;
+constexpr std::size_t kGapBins = 4000;
+
+struct Event {
+  double at_ms;
+  std::uint64_t order;  // among equal times
+  std::uint32_t instance;
+  bool is_hand_off;
+  SimulatedSequence beta;
+
+  bool operator>(const Event& other) const {
+    return at_ms != other.at_ms ? at_ms > other.at_ms : order > other.order;
+  }
+};
+
+// What the scheduler knows of the engine.
+InstanceLimits LimitsOf(const EngineOptions& engine) {
+  InstanceLimits limits;
+  limits.max_requests = engine.max_running;
+  limits.max_step_tokens = engine.max_step_tokens;
+  limits.min_prefill_tokens = engine.min_prefill_tokens;
+  limits.kv_tokens = engine.kv_tokens;
+  limits.step_ms = engine.slo_ms * engine.margin;
+  return limits;
+}
+
+class Simulation {
+ public:
+  Simulation(const ProfileTable& table, std::span<const SimulatedRequest> requests,
+             const SimulationOptions& options)
+      : requests_(requests),
+        options_(options),
+        scheduler_(options.placement, Predicts(options.placement.policy) ? &table : nullptr),
+        random_(options.seed),
+        betas_(requests.size(), kNowhere),
+        last_token_ms_(requests.size(), -1.0) {
+    result_.outcomes.resize(requests.size());
+    result_.gap_counts.resize(kGapBins, 0);
+    for (std::int64_t i = 0; i < options.instances; ++i) {
+      char id[16];
+      std::snprintf(id, sizeof id, "%08u", static_cast<unsigned>(i));
+      index_[id] = static_cast<std::uint32_t>(i);
+      scheduler_.Observe({id, true, LimitsOf(options.engine)});
+      instances_.emplace_back(table, options.engine);
+      step_ms_.push_back(0.0);
+    }
+  }
+
+  SimulationResult Run() {
+    std::size_t next = 0;
+    while (next < requests_.size() || !events_.empty()) {
+      const bool arrives = next < requests_.size() &&
+                           (events_.empty() || requests_[next].arrival_ms <= events_.top().at_ms);
+      if (arrives) {
+        Arrive(static_cast<std::uint32_t>(next++));
+        continue;
+      }
+      const Event event = events_.top();
+      events_.pop();
+      now_ms_ = event.at_ms;
+      if (event.is_hand_off) {
+        instances_[event.instance].Add(event.beta);
+      } else {
+        EndStep(event.instance);
+      }
+      Wake(event.instance);
+    }
+    result_.end_ms = now_ms_;
+    for (const SimulatedInstance& instance : instances_) result_.uses.push_back(instance.use());
+    return std::move(result_);
+  }
+
+ private:
+  static constexpr std::uint32_t kNowhere = 0xffffffffU;
+
+  void Arrive(std::uint32_t number) {
+    const SimulatedRequest& request = requests_[number];
+    now_ms_ = request.arrival_ms;
+    const std::int64_t last = request.prompt_tokens + request.output_tokens - 1;
+    SimulatedSequence alpha{number, false, request.prompt_tokens, 0, request.prompt_tokens,
+                            last,   0.0};
+    std::uint32_t at = number % static_cast<std::uint32_t>(options_.instances);
+    if (!options_.round_robin) {
+      RequestSpec spec;
+      spec.request_id = std::to_string(number);
+      spec.prompt_tokens = request.prompt_tokens;
+      spec.max_output_tokens = std::max(request.output_tokens, request.expected_output_tokens);
+      spec.expected_output_tokens = request.expected_output_tokens;
+      spec.slo.tbt_ms = options_.tbt_slo_ms;
+      const auto placement = scheduler_.Place(spec, now_ms_);
+      if (!placement) throw std::logic_error("a fleet without instances");
+      at = index_.at(placement->alpha.instance_id);
+      // A cut past the end that only the prediction has is no cut.
+      if (placement->beta && placement->split_token() < last) {
+        alpha.end = placement->split_token();
+        betas_[number] = index_.at(placement->beta->instance_id);
+        result_.outcomes[number].split_token = alpha.end;
+      }
+    }
+    instances_[at].Add(alpha);
+    Wake(at);
+  }
+
+  void Wake(std::uint32_t at) {
+    SimulatedInstance& instance = instances_[at];
+    if (instance.stepping()) return;
+    const double predicted_ms = instance.BeginStep(now_ms_);
+    if (predicted_ms <= 0.0) return;
+    step_ms_[at] = predicted_ms * std::exp(options_.step_sigma * Normal());
+    events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}});
+  }
+
+  void EndStep(std::uint32_t at) {
+    results_.clear();
+    instances_[at].EndStep(now_ms_, step_ms_[at], results_);
+    for (const StepResult& result : results_) {
+      const std::uint32_t number = result.sequence.request;
+      if (result.sampled) Token(number);
+      if (!result.ended) continue;
+      if (!result.sequence.is_beta && betas_[number] != kNowhere) {
+        HandOff(result.sequence);
+      } else {
+        result_.outcomes[number].end_ms = now_ms_;
+        if (!options_.round_robin) scheduler_.Finish(std::to_string(number), now_ms_);
+      }
+    }
+  }
+
+  void HandOff(SimulatedSequence sequence) {
+    const SimulatedRequest& request = requests_[sequence.request];
+    sequence.is_beta = true;
+    sequence.end = request.prompt_tokens + request.output_tokens - 1;
+    events_.push(
+        {now_ms_ + options_.hand_off_ms, order_++, betas_[sequence.request], true, sequence});
+  }
+
+  void Token(std::uint32_t number) {
+    SimulatedOutcome& outcome = result_.outcomes[number];
+    double& last_ms = last_token_ms_[number];
+    if (last_ms < 0.0) {
+      outcome.first_token_ms = now_ms_;
+    } else {
+      const double gap_ms = now_ms_ - last_ms;
+      outcome.longest_gap_ms = std::max(outcome.longest_gap_ms, gap_ms);
+      if (gap_ms > options_.tbt_slo_ms) ++outcome.late_gaps;
+      const double bin = std::log(std::max(gap_ms, kLeastGapMs) / kLeastGapMs) / log_growth_;
+      ++result_.gap_counts[std::min(kGapBins - 1, static_cast<std::size_t>(bin))];
+    }
+    last_ms = now_ms_;
+  }
+
+  // std::normal_distribution differs between libraries.
+  double Normal() {
+    if (options_.step_sigma == 0.0) return 0.0;
+    const auto uniform = [this] { return (static_cast<double>(random_() >> 11U) + 0.5) * 0x1p-53; };
+    const double radius = std::sqrt(-2.0 * std::log(uniform()));
+    return radius * std::cos(2.0 * std::numbers::pi * uniform());
+  }
+
+  const std::span<const SimulatedRequest> requests_;
+  const SimulationOptions options_;
+  const double log_growth_ = std::log(kGapGrowth);
+  Scheduler scheduler_;
+  std::mt19937_64 random_;
+  std::unordered_map<InstanceId, std::uint32_t> index_;
+  std::vector<SimulatedInstance> instances_;
+  std::vector<double> step_ms_;
+  std::vector<std::uint32_t> betas_;
+  std::vector<double> last_token_ms_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::uint64_t order_ = 0;
+  double now_ms_ = 0.0;
+  std::vector<StepResult> results_;
+  SimulationResult result_;
+};
+
+void Check(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+}  // namespace
+
+double GapBinMs(std::size_t bin) {
+  return bin == 0 ? 0.0 : kLeastGapMs * std::pow(kGapGrowth, static_cast<double>(bin));
+}
+
+SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRequest> requests,
+                          const SimulationOptions& options) {
+  Check(options.instances >= 1 && options.instances <= 100000,
+        "instances is " + std::to_string(options.instances) + "; it must be in [1, 100000]");
+  Check(options.hand_off_ms >= 0.0 && std::isfinite(options.hand_off_ms),
+        "hand_off_ms is " + std::to_string(options.hand_off_ms) + "; it must not be negative");
+  Check(options.step_sigma >= 0.0 && std::isfinite(options.step_sigma),
+        "step_sigma is " + std::to_string(options.step_sigma) + "; it must not be negative");
+  double before_ms = 0.0;
+  for (const SimulatedRequest& request : requests) {
+    Check(request.prompt_tokens >= 1 && request.output_tokens >= 1 &&
+              request.expected_output_tokens >= 1,
+          "a request of " + std::to_string(request.prompt_tokens) + " prompt, " +
+              std::to_string(request.output_tokens) + " output and " +
+              std::to_string(request.expected_output_tokens) +
+              " expected output tokens; each must be at least 1");
+    Check(request.arrival_ms >= before_ms && std::isfinite(request.arrival_ms),
+          "a request arrives at " + std::to_string(request.arrival_ms) + " ms, after one at " +
+              std::to_string(before_ms) + " ms; requests must be in order of arrival");
+    before_ms = request.arrival_ms;
+  }
+  return Simulation(table, requests, options).Run();
+}
+
+}  // namespace dynaserve

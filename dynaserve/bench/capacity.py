@@ -1,0 +1,179 @@
+"""`dynaserve bench capacity`: the highest rate that one server sustains within its SLO."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from dynaserve.bench import client, options, report, search, trial
+from dynaserve.bench.options import ReplayOptions
+from dynaserve.bench.trial import NotTrusted, Trial
+from dynaserve.errors import ConfigError
+
+NOT_SERVABLE, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
+EXAMPLE = """\
+example:
+  dynaserve bench capacity --url http://127.0.0.1:8000 --workload sample --rate 2 --duration-s 60 --repetitions 3
+
+A rate passes if no request fails, the P99 of all gaps between tokens is within --tbt-slo-ms, P99 TTFT within --ttft-slo-ms if it
+is given, and neither TTFT nor end-to-end time grows over the run by more than 0.05 s per second of arrivals. Each repetition is a
+search of its own, with its own seed: requests drawn at random from the workload. The capacity is the median of the repetitions.
+Short runs read too high: a run should be several times as long as the longest answer.
+
+exit status: 0 reported; 1 not even --least-rate passed; 2 bad option or server; 3 the figures cannot be trusted."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """first_per_s, least_per_s, most_per_s: the rate tried first, and the bounds of those tried."""
+
+    first_per_s: float
+    least_per_s: float
+    most_per_s: float
+    resolution: float
+    repetitions: int
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One search: what it found and every run on the way."""
+
+    seed: int
+    passed_per_s: float | None
+    failed_per_s: float | None
+    trials: Sequence[Trial]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Ends with the exit status that `--help` tells."""
+    try:
+        status = run(arguments)
+    except NotTrusted as error:
+        status = _say(f"not reported: {error}", NOT_TRUSTED)
+    except ConfigError as error:
+        status = _say(str(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        status = _say("interrupted, nothing is reported", INTERRUPTED)
+    raise SystemExit(status)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Returns the exit status. Raises ConfigError."""
+    parser = options.Parser(
+        prog="dynaserve bench capacity",
+        description="Searches for the highest rate that a server sustains within its SLO.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    options.add_server(parser.add_argument_group("server"))
+    options.add_workload(parser.add_argument_group("workload"))
+    options.add_measurement(parser.add_argument_group("measurement"))
+    add_search(parser.add_argument_group("search"))
+    args = parser.parse_args(arguments)
+    opts, searching = drawn_options(args), search_options(args)
+    if opts.output is not None:
+        report.check_writable(opts.output)
+    client.allow_many_connections()
+    console, found = Console(highlight=False), list[Repetition]()
+    for number in range(searching.repetitions):
+        known = [rate for repetition in found if (rate := repetition.passed_per_s)]
+        found.append(find(opts, replace(searching, first_per_s=known[-1] if known else searching.first_per_s), opts.seed + number, _tell))
+    if opts.output is not None:
+        _write(opts.output, arguments, opts, found)
+    capacity = median_rate(found)
+    for repetition in found:
+        console.print(f"seed {repetition.seed}: {bracket(repetition)}", markup=False)
+    if capacity is None:
+        return _say(f"not servable: in most repetitions not even {searching.least_per_s:g} requests/s passed", NOT_SERVABLE)
+    told = f"TBT {opts.slo.tbt_ms:g} ms" + ("" if opts.slo.ttft_ms is None else f", TTFT {opts.slo.ttft_ms:g} ms")
+    console.print(f"capacity {capacity:.3g} requests/s ({opts.workload}, P99 within {told}, {len(found)} repetitions)", markup=False)
+    return 0
+
+
+def add_search(group: Any) -> None:
+    group.add_argument("--repetitions", type=options.whole(1), default=3, metavar="N", help="searches, each of another seed (default: 3)")
+    group.add_argument(
+        "--resolution", type=options.positive, default=0.05, metavar="X", help="lowest failed / highest passed - 1 (default: 0.05)"
+    )
+    group.add_argument("--least-rate", type=options.positive, metavar="R", help="lowest rate tried (default: --rate / 64)")
+    group.add_argument("--most-rate", type=options.positive, metavar="R", help="highest rate tried (default: --rate x 64)")
+
+
+def search_options(args: argparse.Namespace) -> SearchOptions:
+    """Raises ConfigError."""
+    if args.rate is None:
+        raise ConfigError("--rate is needed: the first rate that is tried, near the expected capacity")
+    least, most = args.least_rate or args.rate / 64, args.most_rate or args.rate * 64
+    if not least <= args.rate <= most:
+        raise ConfigError(f"--rate {args.rate:g} is not between --least-rate {least:g} and --most-rate {most:g}")
+    return SearchOptions(args.rate, least, most, args.resolution, args.repetitions)
+
+
+def drawn_options(args: argparse.Namespace) -> ReplayOptions:
+    """Raises ConfigError if a run would have no end, or would follow a trace whose requests it does not send."""
+    if args.requests is None and args.duration_s is None:
+        raise ConfigError("--duration-s or --requests is needed: how long each run is")
+    if args.arrivals.startswith("trace"):
+        raise ConfigError(f"--arrivals {args.arrivals}: requests are drawn at random, so arrivals are poisson or gamma:CV")
+    return replace(options.replay_options(args), drawn=True)
+
+
+def find(opts: ReplayOptions, searching: SearchOptions, seed: int, tell: Callable[[Trial], None]) -> Repetition:
+    """One search with that seed. tell: called after each run."""
+    trials: list[Trial] = []
+
+    def passes(rate_per_s: float) -> bool:
+        trials.append(trial.run(opts, rate_per_s, seed, lambda _: None))
+        tell(trials[-1])
+        return trials[-1].not_sustained is None
+
+    found = search.highest_rate(passes, searching.first_per_s, searching.resolution, searching.least_per_s, searching.most_per_s)
+    return Repetition(seed, found.passed_per_s, found.failed_per_s, trials)
+
+
+def median_rate(found: Sequence[Repetition]) -> float | None:
+    """Of the highest rates that passed; a search in which none did counts as 0. None: the median is 0."""
+    median = float(np.median([repetition.passed_per_s or 0.0 for repetition in found]))
+    return median or None
+
+
+def bracket(repetition: Repetition) -> str:
+    if repetition.passed_per_s is None:
+        return f"not even {repetition.failed_per_s:.3g} requests/s passed"
+    if repetition.failed_per_s is None:
+        return f"even {repetition.passed_per_s:.3g} requests/s passed, the highest rate tried"
+    return f"{repetition.passed_per_s:.3g} requests/s passed, {repetition.failed_per_s:.3g} did not"
+
+
+def trial_data(run: Trial) -> dict[str, Any]:
+    """For the raw data, without the single requests."""
+    return {"rate_per_s": run.rate_per_s, "seed": run.seed, "not_sustained": run.not_sustained, "summary": asdict(run.summary)}
+
+
+def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Sequence[Repetition]) -> None:
+    content = {
+        "command": report.command_line(arguments, "capacity"),
+        "machine": report.machine(),
+        "workload": opts.workload,
+        "capacity_per_s": median_rate(found),
+        "repetitions": [asdict(replace(one, trials=())) | {"trials": [trial_data(run) for run in one.trials]} for one in found],
+    }
+    path.write_text(json.dumps(content, indent=1))
+
+
+def _tell(run: Trial) -> None:
+    print(f"seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {run.not_sustained or 'passed'}", file=sys.stderr, flush=True)
+
+
+def _say(sentence: str, status: int) -> int:
+    print(f"dynaserve bench capacity: {sentence}", file=sys.stderr)
+    return status

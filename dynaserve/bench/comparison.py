@@ -1,0 +1,49 @@
+"""What a comparison found. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dynaserve.bench.capacity import Repetition, median_rate
+from dynaserve.bench.measures import Slo
+from dynaserve.bench.ratios import Ratio, paired_ratio
+from dynaserve.bench.trial import Trial
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One search of one system. cut_share: of the requests of all its runs; None: the server counts no cuts."""
+
+    repetition: Repetition
+    cut_share: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """turns: by system, the baseline first, as many for each. side_by_side: a run of each at the baseline's capacity."""
+
+    workload: str
+    slo: Slo
+    turns: Mapping[str, Sequence[Turn]]
+    side_by_side: Mapping[str, Trial]
+
+    def rates(self, system: str) -> list[float | None]:
+        """Requests per second, by repetition."""
+        return [turn.repetition.passed_per_s for turn in self.turns[system]]
+
+    def capacity_per_s(self, system: str) -> float | None:
+        return median_rate([turn.repetition for turn in self.turns[system]])
+
+    def ratio(self, system: str) -> Ratio | None:
+        """To the baseline."""
+        return paired_ratio(self.rates(system), self.rates(next(iter(self.turns))))
+
+    def cut_share(self, system: str) -> float | None:
+        shares = [turn.cut_share for turn in self.turns[system] if turn.cut_share is not None]
+        return sum(shares) / len(shares) if shares else None
+
+    def best(self, system: str) -> Trial | None:
+        """The sustained run at the highest rate."""
+        runs = [run for turn in self.turns[system] for run in turn.repetition.trials if run.not_sustained is None]
+        return max(runs, key=lambda run: run.rate_per_s, default=None)

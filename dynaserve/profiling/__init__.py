@@ -1,0 +1,1 @@
+"""`dynaserve profile`: measures how long steps take on this machine, before anything is served."""

@@ -1,0 +1,127 @@
+"""The points of a sweep, and those already measured. One line of JSON per point, so that an interrupted sweep goes on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from dynaserve.errors import ConfigError
+from dynaserve.latency_profile import ProfileKey
+from dynaserve.messages import MeasuredStep
+from dynaserve.step_latency import BatchShape, ProfileTable, StepSample, fit_roofline
+
+_PASSES = 3
+"""Over all samples: the error of a table that has hardly seen any says nothing about the one that is saved."""
+
+
+class Point(NamedTuple):
+    """A step of `prefill_tokens` of one prompt beside `decodes` that have about `context_tokens` each."""
+
+    context_tokens: int
+    decodes: int
+    prefill_tokens: int
+
+
+class PointRecord(msgspec.Struct, frozen=True):
+    """steps: each time that the point was measured."""
+
+    point: Point
+    steps: list[MeasuredStep]
+
+
+class _Header(msgspec.Struct, frozen=True):
+    key: ProfileKey
+
+
+class Limits(NamedTuple):
+    """Of the engine: tokens of one step, requests of one step, tokens of KV memory."""
+
+    step_tokens: int
+    requests: int
+    kv_tokens: int
+
+
+def grid(prefills: Iterable[int], decodes: Iterable[int], contexts: Iterable[int], limits: Limits, spare_tokens: int) -> list[Point]:
+    """All steps that fit; grouped by context, the most decodes first, since a group begins with filling their contexts.
+
+    spare_tokens: that each decode may produce while its group is measured.
+    """
+    points = {
+        # Without decodes their context says nothing.
+        Point(context if number else 0, number, tokens)
+        for context in contexts
+        for number in decodes
+        for tokens in prefills
+        if number + tokens > 0
+        and number + tokens <= limits.step_tokens
+        and number + (tokens > 0) <= limits.requests
+        and number * (context + spare_tokens) + tokens <= limits.kv_tokens
+    }
+    return sorted(points, key=lambda point: (point.context_tokens, -point.decodes, point.prefill_tokens))
+
+
+class PointFile:
+    """Points measured so far. Raises ConfigError for a file that is damaged, or was measured on something else."""
+
+    def __init__(self, path: Path, key: ProfileKey) -> None:
+        self.records: list[PointRecord] = []
+        self._path = path
+        if path.exists():
+            self._read(key)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._append(_Header(key))
+
+    def missing(self, points: Sequence[Point]) -> list[Point]:
+        done = {record.point for record in self.records}
+        return [point for point in points if point not in done]
+
+    def add(self, record: PointRecord) -> None:
+        self._append(record)
+        self.records.append(record)
+
+    def _append(self, line: _Header | PointRecord) -> None:
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+    def _read(self, key: ProfileKey) -> None:
+        lines = self._path.read_bytes().splitlines()
+        try:
+            header = msgspec.json.decode(lines[0], type=_Header)
+            self.records = [msgspec.json.decode(line, type=PointRecord) for line in lines[1:]]
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise ConfigError(f"{self._path}: is not a file of measured points: {error}; remove it to begin anew") from error
+        if header.key != key:
+            raise ConfigError(f"{self._path}: measured on {header.key}, not {key}; name another --output")
+
+
+def table_of(records: Iterable[PointRecord], rng: random.Random) -> ProfileTable:
+    """Learns from the median of each point. Raises ValueError without records.
+
+    rng: of the order of the points: neighbours, one after the other, would pass for a drift of the machine.
+    """
+    samples = [_median(record.steps) for record in records]
+    table = ProfileTable(fit_roofline(samples))
+    for _ in range(_PASSES):
+        rng.shuffle(samples)
+        for sample in samples:
+            table.observe(sample.shape, sample.measured_ms)
+    return table
+
+
+def _median(steps: Sequence[MeasuredStep]) -> StepSample:
+    step = sorted(steps, key=lambda step: step.measured_ms)[len(steps) // 2]
+    return StepSample(shape_of(step), step.measured_ms)
+
+
+def shape_of(step: MeasuredStep) -> BatchShape:
+    return BatchShape(
+        prefill_tokens=step.prefill_tokens,
+        prefill_pairs=step.prefill_pairs,
+        decodes=step.decodes,
+        decode_context_tokens=step.decode_context_tokens,
+    )

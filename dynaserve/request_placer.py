@@ -1,0 +1,144 @@
+"""What the front-end asks about each request: where it runs. Joins the scheduler with the length predictor.
+
+Not thread-safe; the caller says what time it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Placement, Progress, RequestSpec, Slo
+from dynaserve.length_predictor import LengthForecast, LengthPredictor, LengthQuery
+from dynaserve.messages import InstanceDescription, Load
+from dynaserve.step_latency import BatchShape
+
+QUANTILE_SIGMAS = 2.33
+REPORT_EVERY_MS = 200.0
+_PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """A request as the front-end knows it at its arrival. tbt_ms, ttft_ms: its own SLOs; None: the fleet's."""
+
+    request_id: str
+    lengths: LengthQuery
+    forced_split: int | None = None
+    may_cut: bool = True
+    tbt_ms: float | None = None
+    ttft_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    placement: Placement
+    lengths: LengthForecast
+
+    def to_json(self) -> dict[str, Any]:
+        """What was expected of the request, for its record. Of policies that do not predict: its length only."""
+        prediction = self.placement.prediction
+        times = {} if prediction is None else {name: getattr(prediction, name) for name in _PREDICTED}
+        return asdict(self.lengths) | times
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """One that produces tokens on an instance now. computed_tokens: prompt and output tokens whose KV is there."""
+
+    request_id: str
+    instance_id: str
+    computed_tokens: int
+    output_tokens: int
+
+
+@dataclass
+class RequestPlacer:
+    """tbt_slo_ms, ttft_slo_ms: of requests that name none. step_share: how much of the TBT SLO a predicted step may take.
+
+    predicts: whether the policy works with expected lengths; otherwise a request counts with its max_tokens.
+    """
+
+    scheduler: GlobalScheduler
+    lengths: LengthPredictor
+    predicts: bool = False
+    tbt_slo_ms: float = 100.0
+    ttft_slo_ms: float = math.inf
+    step_share: float = 1.0
+    _queries: dict[str, LengthQuery] = field(default_factory=dict)
+    _reported_ms: dict[str, float] = field(default_factory=dict)
+
+    def observe(self, instance_id: str, description: InstanceDescription) -> None:
+        """Adds an instance, with the limits that it describes."""
+        limits = InstanceLimits(
+            max_requests=description.max_num_seqs,
+            max_step_tokens=description.max_num_batched_tokens,
+            kv_tokens=description.num_blocks * description.block_size,
+            step_ms=self.tbt_slo_ms * self.step_share,
+        )
+        self.scheduler.observe(InstanceState(instance_id, limits=limits))
+
+    def place(self, facts: RequestFacts, now_ms: float) -> Decision | None:
+        """None: no instance takes new requests. Raises ValueError as the scheduler's `place`."""
+        forecast = self.lengths.predict(facts.lengths)
+        placement = self.scheduler.place(
+            RequestSpec(
+                request_id=facts.request_id,
+                prompt_tokens=facts.lengths.prompt_tokens,
+                max_output_tokens=facts.lengths.max_tokens,
+                expected_output_tokens=forecast.expected_tokens if self.predicts else facts.lengths.max_tokens,
+                forced_split=facts.forced_split,
+                may_cut=facts.may_cut,
+                likely_output_tokens=forecast.likely_tokens,
+                slo=Slo(ttft_ms=facts.ttft_ms or self.ttft_slo_ms, tbt_ms=facts.tbt_ms or self.tbt_slo_ms),
+            ),
+            now_ms,
+        )
+        if placement is None:
+            return None
+        self._queries[facts.request_id] = facts.lengths
+        return Decision(placement, forecast)
+
+    def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
+        """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""
+        self.scheduler.finish(request_id, now_ms)
+        query = self._queries.pop(request_id, None)
+        if query is not None and output_tokens is not None:
+            self.lengths.learn(query, output_tokens)
+
+    def learn_steps(self, instance_id: str, load: Load, now_ms: float) -> None:
+        """What an instance measured since its last report."""
+        for step in load.steps:
+            shape = BatchShape(
+                prefill_tokens=step.prefill_tokens,
+                prefill_pairs=step.prefill_pairs,
+                decodes=step.decodes,
+                decode_context_tokens=step.decode_context_tokens,
+            )
+            self.scheduler.observe_step(instance_id, shape, step.measured_ms, now_ms)
+
+    def wants_progress(self, instance_id: str, now_ms: float) -> bool:
+        """Whether the last progress of this instance is old enough to be told again."""
+        return now_ms - self._reported_ms.get(instance_id, -math.inf) >= REPORT_EVERY_MS
+
+    def report(self, instance_id: str, running: Iterable[RunningRequest], now_ms: float) -> None:
+        """Actual progress replaces predicted; how long each answer will be is asked again, by what it has emitted."""
+        self._reported_ms[instance_id] = now_ms
+        progress = [
+            Progress(
+                request_id=request.request_id,
+                computed_tokens=request.computed_tokens,
+                expected_output_tokens=self.lengths.predict(query, request.output_tokens).expected_tokens,
+            )
+            for request in running
+            if (query := self._queries.get(request.request_id)) is not None
+        ]
+        self.scheduler.report(instance_id, progress, now_ms)
+
+
+def step_share(sigma: float) -> float:
+    """Of a limit, what a predicted step may take so that one in a hundred is over it. sigma: of the predictor's log error."""
+    return math.exp(-QUANTILE_SIGMAS * sigma)

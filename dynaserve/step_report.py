@@ -1,0 +1,130 @@
+"""What an instance tells about its steps: to Prometheus, to the front-end and to a log file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynaserve.errors import ConfigError
+from dynaserve.messages import MeasuredStep
+from dynaserve.token_deadlines import TokenCounts
+
+REPORT_INTERVAL_S = 0.25
+UNPROFILED = "unprofiled"
+"""The reason of a budget that was chosen before there was a profile."""
+
+
+class StepReport(msgspec.Struct, frozen=True, array_like=True):
+    """One step. at_s: its end, on the instance's monotonic clock. limit_ms: what it had to stay within; None: no decode ran.
+
+    predicted_ms: before it ran; None: no profile yet. budget_tokens: of prefill, chosen for the `reason`.
+    late: decodes alone left no time for the budget, so that the SLO was not kept.
+    """
+
+    at_s: float
+    measured: MeasuredStep
+    predicted_ms: float | None
+    limit_ms: float | None
+    budget_tokens: int
+    reason: str
+    late: bool
+
+
+class BatchReport(msgspec.Struct, frozen=True):
+    """Everything since the last report. Tokens: see `token_deadlines.TokenCounts`."""
+
+    steps: list[StepReport]
+    tokens: TokenCounts
+
+
+class StepReporter:
+    """Collects, and says when there is something to send: at most each `REPORT_INTERVAL_S`, and always before a rest."""
+
+    def __init__(self) -> None:
+        self._steps: list[StepReport] = []
+        self._taken_s = 0.0
+
+    def add(self, step: StepReport) -> None:
+        self._steps.append(step)
+
+    def take(self, now_s: float, *, resting: bool) -> list[StepReport] | None:
+        """None: not now. resting: no request is left, so that no step will follow soon."""
+        if not self._steps or (now_s - self._taken_s < REPORT_INTERVAL_S and not resting):
+            return None
+        steps, self._steps, self._taken_s = self._steps, [], now_s
+        return steps
+
+
+_COLUMNS = (
+    "at_s",
+    "prefill_tokens",
+    "prefill_pairs",
+    "decodes",
+    "decode_context_tokens",
+    "measured_ms",
+    "predicted_ms",
+    "limit_ms",
+    "budget_tokens",
+    "reason",
+    "late",
+)
+
+
+class StepLog:
+    """One line of CSV for each step. Raises ConfigError if the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8", newline="")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        self._writer = csv.writer(self._file)
+        self._writer.writerow(_COLUMNS)
+
+    def add(self, step: StepReport) -> None:
+        measured = [getattr(step.measured, name) for name in MeasuredStep.__struct_fields__]
+        self._writer.writerow(
+            [f"{step.at_s:.6f}", *measured, step.predicted_ms, step.limit_ms, step.budget_tokens, step.reason, int(step.late)]
+        )
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> Iterator[StepReport]:
+    """Raises ConfigError, naming file and line, for what `StepLog` does not write."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        if tuple(rows.fieldnames or ()) != _COLUMNS:
+            raise ConfigError(f"{path}: its columns are {rows.fieldnames}, those of a step log are {list(_COLUMNS)}")
+        for row in rows:
+            try:
+                yield _parse(row)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{path}: line {rows.line_num}: {error}") from error
+
+
+def _parse(row: dict[str, Any]) -> StepReport:
+    measured = MeasuredStep(
+        int(row["prefill_tokens"]),
+        float(row["prefill_pairs"]),
+        int(row["decodes"]),
+        int(row["decode_context_tokens"]),
+        float(row["measured_ms"]),
+    )
+    return StepReport(
+        at_s=float(row["at_s"]),
+        measured=measured,
+        predicted_ms=float(row["predicted_ms"]) if row["predicted_ms"] else None,
+        limit_ms=float(row["limit_ms"]) if row["limit_ms"] else None,
+        budget_tokens=int(row["budget_tokens"]),
+        reason=row["reason"],
+        late=row["late"] == "1",
+    )

@@ -1,0 +1,91 @@
+"""When each request's next token is due, and how many came in time. Seconds, of a clock that the caller reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlo:
+    """tbt_s: most time between two tokens. ttft_s: from arrival to the first one; None: it may come at any time."""
+
+    tbt_s: float
+    ttft_s: float | None = None
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """next_tokens: all but the first ones of their requests. first_tokens: those of requests with a TTFT SLO."""
+
+    next_tokens: int = 0
+    next_tokens_in_time: int = 0
+    first_tokens: int = 0
+    first_tokens_in_time: int = 0
+
+
+@dataclass
+class TokenDeadlines:
+    """next_due_s: of each request that has a token, when its next one is due. first_due_s: of those that wait for their first
+    token and have a TTFT SLO."""
+
+    next_due_s: dict[str, float] = field(default_factory=dict)
+    first_due_s: dict[str, float] = field(default_factory=dict)
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    _slos: dict[str, TokenSlo] = field(default_factory=dict)
+    _arrived_s: dict[str, float] = field(default_factory=dict)
+
+    def arrive(self, request_id: str, slo: TokenSlo, now_s: float) -> None:
+        self._slos[request_id] = slo
+        self._arrived_s[request_id] = now_s
+        if slo.ttft_s is not None:
+            self.first_due_s[request_id] = now_s + slo.ttft_s
+
+    def slo(self, request_id: str) -> TokenSlo:
+        """Raises KeyError for a request that did not arrive."""
+        return self._slos[request_id]
+
+    def tightest_tbt_s(self, request_ids: Iterable[str]) -> float:
+        """Infinite without requests."""
+        return min((self._slos[request_id].tbt_s for request_id in request_ids), default=math.inf)
+
+    def first_token_due_s(self, request_id: str, patience_s: float) -> float:
+        """patience_s: instead of a TTFT SLO for a request that has none."""
+        due_s = self.first_due_s.get(request_id)
+        return self._arrived_s[request_id] + patience_s if due_s is None else due_s
+
+    def took_over(self, request_id: str, now_s: float) -> None:
+        """The request goes on where another instance stopped: its last token is as old as this call, unless it was told before."""
+        if request_id not in self.next_due_s:
+            self.next_due_s[request_id] = now_s + self._slos[request_id].tbt_s
+            self.first_due_s.pop(request_id, None)
+
+    def token(self, request_id: str, tokens: int, now_s: float) -> None:
+        """The request got this many tokens at once: the first of them has the gap, the others none."""
+        due_s = self.next_due_s.get(request_id)
+        if due_s is None:
+            self._first_token(request_id, now_s)
+            tokens -= 1
+            in_time = tokens
+        else:
+            in_time = tokens if now_s <= due_s else tokens - 1
+        self.counts.next_tokens += tokens
+        self.counts.next_tokens_in_time += in_time
+        self.next_due_s[request_id] = now_s + self._slos[request_id].tbt_s
+
+    def forget(self, request_id: str) -> None:
+        self._slos.pop(request_id, None)
+        self._arrived_s.pop(request_id, None)
+        self.next_due_s.pop(request_id, None)
+        self.first_due_s.pop(request_id, None)
+
+    def take_counts(self) -> TokenCounts:
+        counts, self.counts = self.counts, TokenCounts()
+        return counts
+
+    def _first_token(self, request_id: str, now_s: float) -> None:
+        due_s = self.first_due_s.pop(request_id, None)
+        if due_s is not None:
+            self.counts.first_tokens += 1
+            self.counts.first_tokens_in_time += now_s <= due_s

@@ -1,0 +1,95 @@
+"""The local scheduler of an instance in a fleet: requests that come from, or leave for, another instance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from tests.virtual_engine import Engine
+from vllm_plugin.micro_requests import EXTRA_ARG, Plan
+from vllm_plugin.options import PluginOptions
+
+PROMPT, HAND_OFF = 100, 110
+SENT = [9] * (HAND_OFF - PROMPT + 1)
+
+
+def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 16) -> Engine:
+    options = PluginOptions(tbt_slo_ms=tbt_slo_ms, min_prefill_tokens=min_prefill_tokens)
+    engine = Engine(folder, options=options, cuts=True, enable_prefix_caching=False)
+    engine.learn()
+    return engine
+
+
+def announce(engine: Engine, name: str) -> None:
+    plan = Plan("beta", HAND_OFF, f"t-{name}", "torch", [WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""})])
+    engine.add(name, PROMPT, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+
+
+def decode(engine: Engine, number: int) -> None:
+    for i in range(number):
+        engine.add(f"decode-{i}", 50, 300)
+    while any(request.is_prefill_chunk for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+
+
+def test_a_beta_runs_as_soon_as_its_kv_is_here_although_no_prefill_is_allowed(tmp_path: Path) -> None:
+    engine = instance(tmp_path, tbt_slo_ms=11.0, min_prefill_tokens=0)
+    decode(engine, 1)
+    engine.add("prompt", 3000, 1)
+    announce(engine, "beta")
+    for _ in range(3):
+        assert not {"beta", "prompt"} & engine.step().keys()
+    assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, 0.0)
+    engine.arrived.add("beta")
+    engine.step()
+    assert engine.step()["beta"] == 1
+
+
+def test_several_betas_that_become_ready_together_run_together(tmp_path: Path) -> None:
+    engine = instance(tmp_path)
+    decode(engine, 4)
+    for i in range(5):
+        announce(engine, f"beta-{i}")
+        assert engine.scheduler.continue_request(f"beta-{i}", HAND_OFF, SENT, 0.0)
+        engine.arrived.add(f"beta-{i}")
+    engine.step()
+    assert sum(name.startswith("beta") for name in engine.step()) == 5
+
+
+def test_the_step_that_resumes_a_beta_is_short_if_its_tokens_came_long_before_its_kv(tmp_path: Path) -> None:
+    sizes = {}
+    for waited in (1, 4):
+        engine = instance(tmp_path)
+        decode(engine, 4)
+        announce(engine, "beta")
+        assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, 0.0)
+        for _ in range(waited - 1):
+            engine.step()
+        engine.arrived.add("beta")
+        engine.step()
+        engine.add("prompt", 3000, 1)
+        scheduled = engine.step()
+        assert scheduled["beta"] == 1
+        sizes[waited] = scheduled["prompt"]
+    assert sizes[4] < 0.8 * sizes[1]
+
+
+def test_a_parked_alpha_neither_counts_as_a_decode_nor_shortens_steps(tmp_path: Path) -> None:
+    engine = instance(tmp_path)
+    plan = Plan("alpha", HAND_OFF, "t", "torch")
+    engine.add("alpha", PROMPT, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    while not engine.scheduler.micro.by_id["alpha"].parked:
+        engine.step()
+    for _ in range(5):
+        assert engine.step() == {}
+    engine.now_s += 10.0
+    engine.add("prompt", 1500, 1)
+    assert engine.step()["prompt"] > 500
+    plan_of_step = engine.scheduler.prepare_step(engine.now_s)
+    assert not plan_of_step.late

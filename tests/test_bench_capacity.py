@@ -1,0 +1,136 @@
+"""The search for a capacity: its bisection, its idea of a stable queue, and the command against a server of known capacity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynaserve.bench import capacity
+from dynaserve.bench.measures import Slo, summarize
+from dynaserve.bench.records import Failure, RequestRecord
+from dynaserve.bench.search import highest_rate
+from dynaserve.bench.verdict import growth, why_not_sustained
+from tests.completion_server import Act, CompletionServer, running_server
+
+SLO = Slo(100.0)
+
+
+@given(truth=st.floats(0.11, 90.0), first=st.floats(0.1, 100.0), resolution=st.floats(0.01, 0.3))
+def test_the_search_brackets_the_capacity(truth: float, first: float, resolution: float) -> None:
+    tried: list[float] = []
+
+    def passes(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= truth
+
+    found = highest_rate(passes, first, resolution, 0.1, 100.0)
+    assert found.passed_per_s is not None
+    assert found.failed_per_s is not None
+    assert found.passed_per_s <= truth < found.failed_per_s <= found.passed_per_s * (1 + resolution)
+    assert len(tried) == len(set(tried))
+
+
+def test_the_search_ends_at_its_bounds() -> None:
+    assert highest_rate(lambda _: True, 1.0, 0.1, 0.5, 3.0).passed_per_s == 3.0
+    assert highest_rate(lambda _: True, 1.0, 0.1, 0.5, 3.0).failed_per_s is None
+    assert highest_rate(lambda _: False, 1.0, 0.1, 0.5, 3.0).passed_per_s is None
+
+
+def record(index: int, sent_s: float, wait_s: float, gap_s: float = 0.02, tokens: int = 5, failure: Failure | None = None) -> RequestRecord:
+    times = [sent_s + wait_s + gap_s * number for number in range(tokens)]
+    return RequestRecord(index, "", 10, tokens, sent_s, sent_s, times[-1], times, "usage", 10, tokens, "length", 200, failure)
+
+
+def queue(load: float, seed: int, requests: int = 2000) -> list[RequestRecord]:
+    """Of one server that takes 0.1 s for each request, at that share of its capacity."""
+    gaps = np.random.default_rng(seed).exponential(0.1 / load, requests)
+    free_at_s, records = 0.0, []
+    for index, sent_s in enumerate(accumulate(gaps.tolist())):
+        free_at_s = max(free_at_s, sent_s) + 0.1
+        records.append(record(index, sent_s, free_at_s - sent_s))
+    return records
+
+
+def verdict(records: list[RequestRecord], slo: Slo = SLO) -> str | None:
+    return why_not_sustained(records, summarize(records, [], slo), slo)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_queue_that_grows_is_told_from_one_that_does_not(seed: int) -> None:
+    assert verdict(queue(0.85, seed)) is None
+    assert "TTFT grows" in (verdict(queue(1.15, seed)) or "")
+
+
+def test_a_queue_behind_the_first_token_is_seen() -> None:
+    records = [record(index, index * 0.1, 0.1, gap_s=0.02 if index % 50 else 0.05, tokens=5 + index) for index in range(200)]
+    assert "E2E grows" in (verdict(records) or "")
+
+
+def test_what_breaks_the_slo_is_named() -> None:
+    slow = [record(index, index * 1.0, 0.3, gap_s=0.15) for index in range(20)]
+    assert verdict(slow) == "P99 TBT 150.0 ms"
+    assert verdict(slow, Slo(200.0)) is None
+    assert verdict(slow, Slo(200.0, 250.0)) == "P99 TTFT 300.0 ms"
+    assert verdict([*slow[:-1], record(20, 20.0, 0.3, failure=Failure("HTTP 500", ""))], Slo(200.0)) == "1 failed: HTTP 500"
+
+
+def test_no_line_is_drawn_through_too_few_requests() -> None:
+    assert growth([0.0, 1.0], [0.0, 5e3]) is None
+    assert growth([1.0] * 20, [5.0] * 20) is None
+
+
+@pytest.fixture
+def server() -> Iterator[CompletionServer]:
+    with running_server() as server:
+        yield server
+
+
+def command(server: CompletionServer, *more: str) -> int:
+    arguments = ["--url", server.url, "--workload", "fixed:20,5", "--rate", "10", "--repetitions", "1", "--max-client-lag-ms", "60000"]
+    with pytest.raises(SystemExit) as end:
+        capacity.main([*arguments, *more])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_the_capacity_of_a_known_server_is_found(server: CompletionServer, tmp_path: Path) -> None:
+    server.act = Act(slots=2, delay_s=0.02)  # Two at a time, 0.1 s each: at most 20 requests per second.
+    raw = tmp_path / "raw.json"
+    assert command(server, "--duration-s", "5", "--resolution", "0.3", "--tbt-slo-ms", "5000", "--output", str(raw)) == 0
+    found = json.loads(raw.read_text())
+    assert 8 <= found["capacity_per_s"] <= 24
+    assert found["command"].startswith("dynaserve bench capacity --url ")
+    assert {trial["not_sustained"] is None for trial in found["repetitions"][0]["trials"]} == {True, False}
+
+
+def test_a_server_that_is_always_too_slow_is_not_servable(server: CompletionServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.act = Act(delay_s=0.02)
+    assert command(server, "--requests", "3", "--tbt-slo-ms", "1", "--least-rate", "5") == capacity.NOT_SERVABLE
+    assert "not even 5 requests/s passed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ((), "--duration-s or --requests is needed"),
+        (("--requests", "1", "--arrivals", "trace"), "--arrivals trace: requests are drawn"),
+        (("--requests", "1", "--least-rate", "11"), "--rate 10 is not between --least-rate 11"),
+        (("--requests", "1", "--repetitions", "0"), "'0' is not a whole number of at least 1"),
+    ],
+)
+def test_bad_options_are_refused(server: CompletionServer, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], named: str) -> None:
+    assert command(server, *more) == capacity.BAD_INPUT
+    assert named in capsys.readouterr().err
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        capacity.main(["--help"])
+    assert "example:\n  dynaserve bench capacity --url" in capsys.readouterr().out

@@ -1,0 +1,218 @@
+"""The execution predictor against an oracle that walks every step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynaserve.execution_predictor import AdmissionOrder, ExecutionPredictor, Forecast, Horizon, InstanceLimits, VirtualRequest
+from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
+from tests.virtual_instance import SteppingInstance, Walked
+
+A100 = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=128.0, pair_ms=2e-6, decode_ms=0.05, context_ms=1e-4)
+
+rooflines = st.builds(
+    Roofline,
+    overhead_ms=st.floats(0.5, 20.0),
+    token_ms=st.floats(0.01, 0.3),
+    knee_tokens=st.floats(1.0, 256.0),
+    pair_ms=st.floats(0.0, 1e-4),
+    decode_ms=st.floats(0.0, 0.3),
+    context_ms=st.floats(0.0, 2e-3),
+)
+all_limits = st.builds(
+    InstanceLimits,
+    max_requests=st.integers(1, 12),
+    max_step_tokens=st.integers(16, 2048),
+    min_prefill_tokens=st.integers(0, 32),
+    kv_tokens=st.integers(500, 20_000),
+    step_ms=st.floats(5.0, 150.0) | st.just(math.inf),
+)
+
+
+@st.composite
+def virtual_requests(draw: st.DrawFn, key: int) -> VirtualRequest:
+    prefill = draw(st.integers(0, 1500))
+    return VirtualRequest(
+        key=key,
+        context_tokens=draw(st.just(0) | st.integers(0, 1000)),
+        prefill_tokens=prefill,
+        decode_tokens=draw(st.integers(0 if prefill else 1, 200)),
+        ready_ms=draw(st.just(0.0) | st.floats(0.0, 5000.0)),
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, most: int = 14) -> list[tuple[float, VirtualRequest]]:
+    """(arrival, request), in order of arrival."""
+    now_ms, coming = 0.0, []
+    for key in range(draw(st.integers(1, most))):
+        now_ms += draw(st.just(0.0) | st.floats(0.0, 800.0))
+        coming.append((now_ms, draw(virtual_requests(key))))
+    return coming
+
+
+def learnt(table: ProfileTable, steps: list[tuple[int, int, int, float]]) -> ProfileTable:
+    """The table after steps whose latency differs from the roofline's by a factor."""
+    for prefill, decodes, context, factor in steps:
+        shape = BatchShape(prefill_tokens=prefill, decodes=decodes, decode_context_tokens=decodes * context)
+        table.observe(shape, factor * table.step_ms(shape))
+    return table
+
+
+tables = st.builds(
+    learnt,
+    st.builds(ProfileTable, rooflines),
+    st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 12), st.integers(1, 3000), st.floats(0.5, 2.0)), max_size=20),
+)
+
+
+def about(walked: Walked) -> object:
+    times = [walked.start_ms, walked.prefill_end_ms, walked.end_ms]
+    return pytest.approx([math.inf if t is None else t for t in times], rel=1e-9)
+
+
+def times_of(forecast: Forecast) -> list[float]:
+    return [forecast.start_ms, forecast.prefill_end_ms, forecast.end_ms]
+
+
+def check_played_out(predictor: ExecutionPredictor, oracle: SteppingInstance, now_ms: float) -> None:
+    """Both are at the end of the step that runs at `now_ms`."""
+    gone = len(oracle.ended)
+    oracle.play_out()
+    played = predictor.play_out(now_ms)
+    assert [forecast.end_ms for _, forecast in played] == sorted(forecast.end_ms for _, forecast in played)
+    expected = {walked.key: about(walked) for walked in oracle.ended[gone:]}
+    assert {key: times_of(forecast) for key, forecast in played} == expected
+
+
+@settings(max_examples=400, deadline=None)
+@given(table=tables, limits=all_limits, coming=arrivals(), order=st.sampled_from(AdmissionOrder))
+def test_a_prediction_is_what_walking_every_step_gives(
+    table: ProfileTable, limits: InstanceLimits, coming: list[tuple[float, VirtualRequest]], order: AdmissionOrder
+) -> None:
+    predictor, oracle = ExecutionPredictor(table, limits, order), SteppingInstance(table, limits, order)
+    for now_ms, request in coming[:-1]:
+        oracle.advance(now_ms)
+        oracle.add(request, now_ms)
+        predictor.add(request, now_ms)
+    now_ms, newcomer = coming[-1]
+    forecast = predictor.predict(newcomer, now_ms)
+    oracle.advance(now_ms)
+    walked = oracle.add(newcomer, now_ms)
+    oracle.play_out()
+    assert times_of(forecast) == about(walked)
+    assert forecast.longest_step_ms == pytest.approx(walked.longest_step_ms, rel=1e-9)
+
+
+@settings(max_examples=400, deadline=None)
+@given(table=tables, limits=all_limits, coming=arrivals(), data=st.data())
+def test_the_timeline_follows_additions_and_removals(
+    table: ProfileTable, limits: InstanceLimits, coming: list[tuple[float, VirtualRequest]], data: st.DataObject
+) -> None:
+    predictor, oracle = ExecutionPredictor(table, limits), SteppingInstance(table, limits)
+    for now_ms, request in coming:
+        predictor.predict(request, now_ms, data.draw(st.sampled_from(Horizon)))
+        oracle.advance(now_ms)
+        oracle.add(request, now_ms)
+        predictor.add(request, now_ms)
+        if data.draw(st.integers(0, 3)) == 0:
+            key = data.draw(st.integers(0, request.key))
+            assert predictor.remove(key, now_ms) == oracle.remove(key)
+    check_played_out(predictor, oracle, now_ms)
+
+
+@settings(max_examples=200, deadline=None)
+@given(table=tables, limits=all_limits, coming=arrivals(), running=st.lists(virtual_requests(0), max_size=6))
+def test_a_report_replaces_what_was_predicted(
+    table: ProfileTable, limits: InstanceLimits, coming: list[tuple[float, VirtualRequest]], running: list[VirtualRequest]
+) -> None:
+    predictor, oracle = ExecutionPredictor(table, limits), SteppingInstance(table, limits)
+    for now_ms, request in coming:
+        predictor.add(request, now_ms)
+    oracle.now_ms = 1e8  # long after the last of them has ended
+    running = [_with_key(request, 100 + number) for number, request in enumerate(running)]
+    waiting = [request for _, request in coming]
+    predictor.play_out(1e8)
+    predictor.replace(running, waiting, 1e8)
+    for request in running:
+        at_ms = None if request.prefill_tokens else 1e8
+        oracle.running.append(Walked(request.key, request.context_tokens, request.prefill_tokens, request.decode_tokens, 0.0, 1e8, at_ms))
+    for request in waiting:
+        oracle.add(request, 0.0)
+    check_played_out(predictor, oracle, 1e8)
+
+
+def _with_key(request: VirtualRequest, key: int) -> VirtualRequest:
+    return VirtualRequest(
+        key=key,
+        context_tokens=request.context_tokens,
+        prefill_tokens=request.prefill_tokens,
+        decode_tokens=request.decode_tokens,
+        ready_ms=request.ready_ms,
+    )
+
+
+# --- one behaviour at a time
+
+
+def predictor_of(**limits: float) -> ExecutionPredictor:
+    return ExecutionPredictor(ProfileTable(A100), InstanceLimits(**limits))  # type: ignore[arg-type]
+
+
+def test_an_idle_instance_starts_a_newcomer_at_once() -> None:
+    forecast = predictor_of().predict(VirtualRequest(key=1, prefill_tokens=100, decode_tokens=10), 50.0)
+    assert forecast.start_ms == 50.0
+    assert forecast.prefill_end_ms < forecast.end_ms
+
+
+def test_a_request_that_is_not_ready_lets_others_pass() -> None:
+    predictor = predictor_of()
+    predictor.add(VirtualRequest(key=1, context_tokens=500, decode_tokens=10, ready_ms=1000.0), 0.0)
+    assert predictor.predict(VirtualRequest(key=2, prefill_tokens=10), 0.0).start_ms == 0.0
+    assert dict(predictor.play_out(0.0))[1].start_ms == 1000.0
+
+
+def test_a_request_without_kv_memory_waits_for_the_one_that_holds_it() -> None:
+    predictor = predictor_of(kv_tokens=1000)
+    predictor.add(VirtualRequest(key=1, prefill_tokens=800, decode_tokens=50), 0.0)
+    newcomer = predictor.predict(VirtualRequest(key=2, prefill_tokens=300), 0.0)
+    assert newcomer.start_ms == dict(predictor.play_out(0.0))[1].end_ms
+
+
+def test_a_higher_cost_scale_makes_everything_later() -> None:
+    predictor = predictor_of()
+    request = VirtualRequest(key=1, prefill_tokens=700, decode_tokens=20)
+    before = predictor.predict(request, 0.0)
+    predictor.set_cost_scale(2.0, 0.0)
+    assert predictor.predict(request, 0.0).end_ms == pytest.approx(2 * before.end_ms)
+
+
+def test_computed_tokens_follow_the_time() -> None:
+    predictor = predictor_of()
+    predictor.add(VirtualRequest(key=7, context_tokens=100, decode_tokens=10), 0.0)
+    assert predictor.computed_tokens(7, 0.0) == 100
+    assert predictor.computed_tokens(7, 1.0) == 101
+    assert predictor.computed_tokens(7, 1e6) is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (VirtualRequest(key=1), "a virtual request has no tokens to compute"),
+        (VirtualRequest(key=1, prefill_tokens=-1), "prefill_tokens is -1; it must be at least 0"),
+        (VirtualRequest(key=1, decode_tokens=1, ready_ms=math.inf), "ready_ms is inf; it must be finite"),
+    ],
+)
+def test_impossible_requests_are_refused(request_: VirtualRequest, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        predictor_of().add(request_, 0.0)
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_requests", 0), ("max_step_tokens", 0), ("kv_tokens", 0), ("step_ms", 0.0)])
+def test_impossible_limits_are_refused_with_their_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is 0"):
+        predictor_of(**{field: value})

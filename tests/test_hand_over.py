@@ -1,0 +1,373 @@
+"""Hand-offs over vLLM's real scheduler, without weights: what alphas and betas do, and what becomes of their blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from dynaserve.kv_transfer.agent import TransferReport
+from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
+from dynaserve.kv_transfer.sender import Stop
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.messages import Ended, Event, Granted, Lifted, Parked, Resumed, Revoked
+from tests.virtual_engine import BLOCK, Engine
+from vllm_plugin.micro_requests import EXTRA_ARG, Plan, Reserve
+from vllm_plugin.options import PluginOptions
+from vllm_plugin.wake import Alarm
+
+TIMEOUT_S = 5.0
+SENDER = WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""})
+
+
+class Instance:
+    """The engine, with what its scheduler tells the front-end and the workers; `worker` answers as a real one would."""
+
+    def __init__(self, folder: Path, *, blocks: int = 2000, max_parked: int = 64, **engine_args: Any) -> None:
+        options = PluginOptions(max_parked=max_parked, park_timeout_ms=1e3 * TIMEOUT_S)
+        self.engine = Engine(folder, blocks, options, cuts=True, enable_prefix_caching=False, **engine_args)
+        self.scheduler = self.engine.scheduler
+        self.scheduler.monotonic = lambda: self.engine.now_s
+        self.commands: list[Any] = []
+        take = self.scheduler.micro.take_commands
+
+        def tell_worker() -> list[tuple[str, Any]]:
+            commands: list[tuple[str, Any]] = take()
+            for request_id, command in commands:
+                self.commands.append(command)
+                if isinstance(command, Cancel):
+                    self.engine.arrived.add(request_id)
+                elif isinstance(command, Stop):
+                    self.engine.sent_back.add(request_id)
+            return commands
+
+        self.scheduler.micro.take_commands = tell_worker
+
+    def add(self, name: str, role: str, prompt: int, hand_off: int | None, outputs: int = 40) -> None:
+        senders = [SENDER] if role == "beta" else []
+        plan = Plan(role, hand_off, f"t-{name}", "torch", senders)
+        self.engine.add(name, prompt, outputs, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+
+    def step(self, times: int = 1) -> dict[str, int]:
+        for _ in range(times):
+            scheduled = self.engine.step()
+        return scheduled
+
+    def steps_until(self, condition: Any) -> None:
+        for _ in range(500):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("this never happens")
+
+    def events(self, kind: type) -> list[Any]:
+        carried = [carrier.kv_transfer_params[EXTRA_ARG] for carrier in self.engine.carriers if EXTRA_ARG in carrier.kv_transfer_params]
+        told = [event for carrier in carried for event in msgspec.convert(carrier, list[Event])]
+        return [event for event in told if isinstance(event, kind)]
+
+    def landed(self, name: str, blocks: int) -> None:
+        self.engine.reports.append(TransferReport(f"t-{name}", "received", 0.0, blocks=blocks))
+
+    def parked(self) -> set[str]:
+        return set(self.scheduler.micro.parked)
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def finish(self, *names: str) -> None:
+        """Ends these, whatever they do, and sees that nothing is held."""
+        for name in names:
+            self.scheduler.release(name)
+        self.engine.run()
+        self.step()
+        self.engine.check_empty()
+        assert not self.scheduler.micro.by_id
+        assert not self.scheduler.micro.transfers
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Instance:
+    return Instance(tmp_path)
+
+
+@pytest.mark.parametrize("hand_off", [1, 31, 32, 99, 100, 101, 120])
+def test_an_alpha_stops_at_its_hand_off_and_keeps_its_blocks(instance: Instance, hand_off: int) -> None:
+    instance.add("a", "alpha", 100, hand_off)
+    instance.steps_until(instance.parked)
+    assert instance.step() == {}
+    assert instance.scheduler.requests["a"].num_computed_tokens == hand_off
+    assert instance.scheduler.requests["a"].num_output_tokens == max(0, hand_off - 100 + 1)
+    assert instance.events(Parked) == [Parked("a", hand_off, 0)]
+    instance.finish("a")
+    assert instance.events(Ended) == [Ended("a", hand_off, 0)]
+
+
+def test_a_lifted_alpha_finishes_alone(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    assert instance.scheduler.move_hand_off("a", None)
+    instance.finish()
+    assert len(instance.engine.token_times_s["a"]) == 40
+
+
+@pytest.mark.parametrize(("to", "stops_at"), [(125, 125), (105, 114), (1, 114)])
+def test_a_moved_alpha_stops_there_or_as_soon_as_it_can(instance: Instance, to: int, stops_at: int) -> None:
+    instance.add("a", "alpha", 100, 120)
+    instance.steps_until(lambda: instance.scheduler.requests["a"].num_computed_tokens == 113)
+    assert instance.scheduler.move_hand_off("a", to)
+    instance.steps_until(instance.parked)
+    assert instance.events(Parked) == [Parked("a", stops_at, 0)]
+    instance.finish("a")
+
+
+def test_an_alpha_that_stands_cannot_be_moved(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    assert not instance.scheduler.move_hand_off("a", 120)
+    assert not instance.scheduler.move_hand_off("nobody", 120)
+    instance.finish("a")
+
+
+def test_an_alpha_that_stands_for_too_long_goes_on(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    instance.engine.now_s += TIMEOUT_S + 1
+    instance.finish()
+    (lifted,) = instance.events(Lifted)
+    assert "more than 5 s" in lifted.reason
+    assert len(instance.engine.token_times_s["a"]) == 40
+
+
+def test_the_oldest_of_too_many_parked_alphas_goes_on(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, max_parked=2)
+    for i in range(3):
+        instance.add(f"a{i}", "alpha", 50, 60)
+        instance.steps_until(lambda i=i: f"a{i}" in instance.parked())
+    instance.step(2)
+    assert [event.request_id for event in instance.events(Lifted)] == ["a0"]
+    assert instance.parked() == {"a1", "a2"}
+    instance.finish("a1", "a2")
+
+
+def test_only_as_many_alphas_go_on_as_are_too_many_though_no_slot_is_free(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, max_parked=3, max_num_seqs=1)
+    for i in range(4):
+        instance.add(f"a{i}", "alpha", 50, 60)
+    instance.steps_until(lambda: len(instance.parked()) == 4)
+    instance.engine.add("other", 50, 60)
+    instance.step(20)
+    assert [event.request_id for event in instance.events(Lifted)] == ["a0"]
+    instance.finish("a1", "a2", "a3")
+
+
+def test_an_engine_that_falls_asleep_after_parking_is_woken_when_time_is_up(instance: Instance) -> None:
+    instance.scheduler._alarm = Alarm([], lambda: None)
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    assert not instance.scheduler.has_requests()
+    assert instance.scheduler._alarm.deadline_s == pytest.approx(instance.engine.now_s + TIMEOUT_S)
+    instance.scheduler._alarm.close()
+    instance.scheduler._alarm = None
+    instance.finish("a")
+
+
+def test_a_preempted_alpha_cannot_stop_before_what_it_has_sampled(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 130)
+    instance.steps_until(lambda: instance.scheduler.requests["a"].num_computed_tokens == 120)
+    preempt(instance, "a")
+    assert instance.scheduler.move_hand_off("a", 105)
+    instance.steps_until(instance.parked)
+    assert instance.events(Parked) == [Parked("a", 120, 0)]
+    assert instance.scheduler.requests["a"].num_output_tokens == 120 - 100 + 1
+    instance.finish("a")
+
+
+def test_parked_alphas_take_no_slots(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, max_num_seqs=2)
+    for i in range(4):
+        instance.add(f"a{i}", "alpha", 50, 60)
+    instance.steps_until(lambda: len(instance.parked()) == 4)
+    for i in range(4):
+        assert instance.scheduler.move_hand_off(f"a{i}", None)
+    instance.step()
+    assert len(instance.step()) == 2, "lifted, they need slots again"
+    instance.finish()
+    assert all(len(instance.engine.token_times_s[f"a{i}"]) == 40 for i in range(4))
+
+
+def test_requests_that_wait_for_another_instance_leave_the_engine_asleep(instance: Instance) -> None:
+    instance.scheduler._alarm = Alarm([], lambda: None)
+    for i in range(5):
+        instance.add(f"a{i}", "alpha", 100, 110)
+        instance.add(f"b{i}", "beta", 100, 110)
+    instance.steps_until(lambda: len(instance.parked()) == 5)
+    instance.step()
+    assert not instance.scheduler.has_requests()
+    instance.scheduler._alarm.rings.set()
+    assert instance.scheduler.has_requests()
+    instance.step()
+    assert not instance.scheduler.has_requests()
+    instance.scheduler._alarm.close()
+    instance.scheduler._alarm = None
+    instance.finish(*(f"{side}{i}" for side in "ab" for i in range(5)))
+
+
+def announced(instance: Instance, hand_off: int = 110) -> None:
+    instance.add("b", "beta", 100, hand_off)
+    instance.step()
+
+
+def test_a_beta_resumes_when_its_tokens_and_all_its_blocks_are_here(instance: Instance) -> None:
+    announced(instance)
+    instance.landed("b", 3)
+    instance.step()
+    assert instance.scheduler.continue_request("b", 110, [9] * 11, 0.0)
+    assert instance.step(2) == {}
+    instance.landed("b", 1)
+    instance.step()
+    assert instance.step() == {"b": 1}
+    assert instance.events(Resumed) == [Resumed("b", 0.0)]
+    instance.engine.arrived.add("b")  # the worker's own report comes later, and is not needed
+    instance.finish()
+    assert len(instance.engine.token_times_s["b"]) == 40 - 11
+
+
+def test_a_wrong_number_of_tokens_ends_the_beta_and_nothing_else(instance: Instance) -> None:
+    announced(instance)
+    assert not instance.scheduler.continue_request("b", 110, [9] * 5, 0.0)
+    instance.finish()
+
+
+def test_a_reservation_is_granted_in_part_and_grows(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, blocks=24)
+    instance.engine.add("other", 300, 100)
+    instance.step()
+    instance.add("b", "beta", 500, 510, outputs=30)
+    (first,) = [command for command in take_all(instance) if isinstance(command, Reserve)]
+    assert 0 < len(first.block_ids) < 16
+    instance.scheduler.release("other")
+    instance.step(2)
+    (more,) = [command for command in instance.commands if isinstance(command, Extend)]
+    assert len(first.block_ids) + len(more.block_ids) == 16
+    assert [grant.granted_tokens for grant in instance.events(Granted)] == [len(first.block_ids) * BLOCK, 510]
+    instance.finish("b")
+
+
+def take_all(instance: Instance) -> list[Any]:
+    instance.step()
+    return instance.commands
+
+
+def test_a_reservation_is_refused_where_others_need_the_blocks(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, blocks=24)
+    instance.engine.add("other", 300, 400)
+    instance.step()
+    instance.add("b", "beta", 500, 510)
+    assert type(instance.scheduler.reservation("b")).__name__ == "Refused"
+    instance.finish("other")
+
+
+def test_a_reservation_is_taken_back_when_running_requests_need_its_blocks(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, blocks=24)
+    instance.add("b", "beta", 500, 510)
+    instance.engine.add("other", 300, 200)
+    instance.steps_until(lambda: instance.events(Revoked))
+    assert [event.request_id for event in instance.events(Revoked)] == ["b"]
+    assert any(isinstance(command, Cancel) for command in instance.commands)
+    instance.finish()
+    assert len(instance.engine.token_times_s["other"]) == 200
+    assert not instance.scheduler.preemptions, "nobody is preempted for a reservation"
+
+
+def test_a_beta_that_was_continued_is_not_taken_back(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, blocks=24)
+    instance.add("b", "beta", 500, 510)
+    instance.step()
+    assert instance.scheduler.continue_request("b", 510, [9] * 11, 0.0)
+    instance.engine.add("other", 200, 200)
+    instance.step(30)
+    assert not instance.events(Revoked)
+    instance.landed("b", 16)
+    instance.finish()
+    assert len(instance.engine.token_times_s["b"]) == 40 - 11
+
+
+def test_a_beta_without_blocks_for_all_that_alpha_computed_gives_itself_up(tmp_path: Path) -> None:
+    instance = Instance(tmp_path, blocks=24)
+    instance.engine.add("other", 400, 100)
+    instance.step()
+    instance.add("b", "beta", 500, 510)
+    instance.step()
+    free = instance.free_blocks()
+    assert not instance.scheduler.continue_request("b", 510, [9] * 11, 0.0)
+    instance.step(2)
+    (revoked,) = instance.events(Revoked)
+    assert "510 tokens" in revoked.reason
+    assert instance.free_blocks() > free
+    instance.finish("other")
+
+
+@pytest.mark.parametrize(("hand_off", "blocks"), [(120, 4), (64, 2), (1, 1)])
+def test_a_beta_starts_where_alpha_stopped_although_something_else_was_announced(instance: Instance, hand_off: int, blocks: int) -> None:
+    announced(instance, hand_off=100)
+    assert instance.scheduler.move_hand_off("b", hand_off)
+    assert instance.scheduler.continue_request("b", hand_off, [9] * max(0, hand_off - 99), 0.0)
+    instance.step()
+    assert Complete("t-b", blocks) in instance.commands
+    instance.landed("b", blocks)
+    instance.step()
+    assert instance.step() == {"b": max(1, 100 - hand_off)}
+    instance.finish()
+
+
+def test_a_transfer_that_fails_gives_the_reservation_up(instance: Instance) -> None:
+    announced(instance)
+    instance.engine.reports.append(TransferReport("t-b", "failed", 0.0))
+    instance.step(2)
+    (revoked,) = instance.events(Revoked)
+    assert "failed" in revoked.reason
+    instance.finish()
+
+
+def preempt(instance: Instance, name: str) -> None:
+    """As vLLM does when it has no blocks."""
+    request = instance.scheduler.requests[name]
+    instance.scheduler.running.remove(request)
+    instance.scheduler._preempt_request(request, 0.0)
+
+
+def test_an_alpha_whose_kv_is_delivered_is_finished_when_it_is_preempted(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    instance.engine.reports.append(TransferReport("t-a", "delivered", 0.0))
+    instance.step()
+    preempt(instance, "a")
+    assert instance.step() == {}
+    instance.finish()
+    assert instance.events(Ended) == [Ended("a", 110, 0)], "nothing was computed again"
+
+
+def test_a_lifted_alpha_is_not_finished_by_its_preemption(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    instance.engine.reports.append(TransferReport("t-a", "delivered", 0.0))
+    instance.step()
+    preempt(instance, "a")
+    instance.scheduler.move_hand_off("a", None)
+    instance.finish()
+    assert len(instance.engine.token_times_s["a"]) == 40
+
+
+def test_an_alpha_that_is_preempted_before_computes_again_and_stops_again(instance: Instance) -> None:
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    preempt(instance, "a")
+    instance.scheduler.micro.preempt("a")
+    instance.steps_until(instance.parked)
+    assert len(instance.events(Parked)) == 2
+    instance.finish("a")

@@ -1,0 +1,216 @@
+"""The policies that predict, through the scheduler: what they decide, and that they keep their books."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.global_scheduler import (
+    GlobalScheduler,
+    InstanceState,
+    Options,
+    Placement,
+    PlacementReason,
+    Policy,
+    Progress,
+    RequestSpec,
+    Slo,
+)
+from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
+
+A100 = ProfileTable(
+    Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4),
+)
+CUTS = {PlacementReason.levels_prefill, PlacementReason.balanced, PlacementReason.forced}
+
+
+def fleet(policy: Policy, num_instances: int = 2, step_ms: float = 47.5) -> GlobalScheduler:
+    scheduler = GlobalScheduler(Options(policy), A100)
+    for number in range(num_instances):
+        scheduler.observe(InstanceState(f"i{number}", limits=InstanceLimits(step_ms=step_ms, kv_tokens=200_000)))
+    return scheduler
+
+
+def request(request_id: str, prompt: int = 1000, output: int = 100, **fields: object) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id,
+        prompt_tokens=prompt,
+        max_output_tokens=max(output, 1),
+        expected_output_tokens=output,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def placed(scheduler: GlobalScheduler, spec: RequestSpec, now_ms: float) -> Placement:
+    placement = scheduler.place(spec, now_ms)
+    assert placement is not None
+    return placement
+
+
+def test_an_idle_fleet_runs_requests_whole_on_different_instances() -> None:
+    scheduler = fleet(Policy.dynamic)
+    placements = [placed(scheduler, request(str(n)), 0.0) for n in range(2)]
+    assert [p.reason for p in placements] == [PlacementReason.whole_is_best] * 2
+    assert {p.alpha.instance_id for p in placements} == {"i0", "i1"}
+
+
+def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
+    scheduler = fleet(Policy.dynamic)
+    rng = random.Random(1)
+    ends: list[tuple[float, str]] = []
+    now_ms, kinds, betas = 0.0, [], []
+    for number in range(600):
+        now_ms += rng.expovariate(1 / 280.0)
+        while ends and ends[0][0] <= now_ms:
+            scheduler.finish(ends.pop(0)[1], now_ms)
+        spec = request(str(number), rng.randint(1500, 4000), 200)
+        placement = placed(scheduler, spec, now_ms)
+        ends.append((now_ms + 8000.0, spec.request_id))
+        kinds.append(placement.reason)
+        if placement.beta is not None:
+            betas.append(placement.beta.instance_id)
+            assert 0 < placement.split_token < spec.prompt_tokens
+    scheduler.check_invariants()
+    assert kinds[300:].count(PlacementReason.levels_prefill) > 100
+    assert max(betas[-100:].count(name) for name in ("i0", "i1")) >= 90
+
+
+def test_the_decision_records_what_it_expected() -> None:
+    prediction = placed(fleet(Policy.dynamic), request("r"), 0.0).prediction
+    assert prediction is not None
+    assert 0 < prediction.ttft_ms <= prediction.objective_ms <= prediction.whole_objective_ms
+    assert prediction.decode_step_ms > 0
+
+
+def test_a_queue_sends_the_next_request_elsewhere() -> None:
+    scheduler = fleet(Policy.dynamic)
+    first = placed(scheduler, request("a", prompt=30_000), 0.0)
+    assert placed(scheduler, request("b", prompt=100), 1.0).alpha.instance_id != first.alpha.instance_id
+
+
+def test_a_finished_request_leaves_the_timeline() -> None:
+    scheduler = fleet(Policy.dynamic, num_instances=1)
+    scheduler.place(request("a", prompt=30_000), 0.0)
+    waits = placed(scheduler, request("b"), 1.0)
+    scheduler.finish("a", 2.0)
+    scheduler.finish("b", 2.0)
+    alone = placed(scheduler, request("c"), 3.0)
+    assert waits.prediction is not None
+    assert alone.prediction is not None
+    assert alone.prediction.ttft_ms < waits.prediction.ttft_ms
+
+
+def test_a_forced_split_overrides_the_policies_that_predict() -> None:
+    for policy in (Policy.dynamic, Policy.paper):
+        placement = placed(fleet(policy), request("r", forced_split=1050), 0.0)
+        assert (placement.reason, placement.split_token) == (PlacementReason.forced, 1050)
+
+
+def test_the_paper_s_policy_takes_pairs_in_turns_and_balances() -> None:
+    scheduler = fleet(Policy.paper, num_instances=3)
+    placements = [placed(scheduler, request(str(n), prompt=1000, output=1000), 0.0) for n in range(3)]
+    assert [p.alpha.instance_id for p in placements] == ["i0", "i1", "i2"]
+    assert [p.beta and p.beta.instance_id for p in placements] == ["i1", "i2", "i0"]
+    assert placements[0].reason is PlacementReason.balanced
+    assert 1000 < placements[0].split_token < 1999
+
+
+def test_the_cost_scale_follows_the_steps_of_its_instance() -> None:
+    scheduler = fleet(Policy.dynamic)
+    shape = BatchShape(decodes=10, decode_context_tokens=5000)
+    for second in range(200):
+        scheduler.observe_step("i0", shape, 1.5 * A100.step_ms(shape), 1000.0 * second)
+    assert scheduler.cost_scale("i0") == pytest.approx(1.5, rel=0.02)
+    assert scheduler.cost_scale("i1") == 1.0
+    assert placed(scheduler, request("r"), 200_000.0).alpha.instance_id == "i1"
+
+
+def test_a_pause_of_the_machine_hardly_moves_the_cost_scale() -> None:
+    scheduler = fleet(Policy.dynamic)
+    scheduler.observe_step("i0", BatchShape(decodes=1, decode_context_tokens=100), 60_000.0, 0.0)
+    assert scheduler.cost_scale("i0") < 1.03
+
+
+def test_a_request_that_outlives_its_prediction_is_put_back() -> None:
+    scheduler = fleet(Policy.dynamic, num_instances=2)
+    first = placed(scheduler, request("a", prompt=200, output=2), 0.0)
+    name = first.alpha.instance_id
+    before = placed(scheduler, request("b", prompt=200, output=2), 10_000.0)
+    assert before.prediction is not None
+    scheduler.finish("b", 10_000.0)
+    scheduler.report(name, [Progress(request_id="a", computed_tokens=900, expected_output_tokens=1000)], 10_001.0)
+    after = placed(scheduler, request("c", prompt=200, output=2), 10_001.0)
+    assert after.prediction is not None
+    assert after.alpha.instance_id != name or after.prediction.decode_step_ms > before.prediction.decode_step_ms
+
+
+def test_an_alpha_beyond_its_cut_keeps_the_whole_request() -> None:
+    scheduler = fleet(Policy.dynamic)
+    placement = placed(scheduler, request("r", 400, 30_000, forced_split=300), 0.0)
+    assert placement.beta is not None
+    name, other = placement.alpha.instance_id, placement.beta.instance_id
+    scheduler.report(name, [Progress(request_id="r", computed_tokens=500, expected_output_tokens=30_000)], 5000.0)
+    scheduler.check_invariants()
+    decoding = placed(scheduler, request("next", 400, 50), 5001.0)
+    assert decoding.alpha.instance_id == other
+    assert decoding.prediction is not None
+    assert decoding.prediction.decode_step_ms == pytest.approx(
+        A100.step_ms(BatchShape(decodes=1, decode_context_tokens=400)),
+    )
+
+
+def test_impossible_limits_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^max_requests is 0; it must be at least 1$"):
+        GlobalScheduler(Options(Policy.dynamic), A100).observe(InstanceState("a", limits=InstanceLimits(max_requests=0)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(policy=st.sampled_from([Policy.dynamic, Policy.paper]), data=st.data())
+def test_any_calls_in_any_order_keep_the_books(policy: Policy, data: st.DataObject) -> None:
+    scheduler = fleet(policy, num_instances=3)
+    live: dict[str, RequestSpec] = {}
+    now_ms, names = 0.0, [f"i{n}" for n in range(4)]
+    for number in range(data.draw(st.integers(1, 25))):
+        now_ms += data.draw(st.floats(-10.0, 2000.0))
+        match data.draw(st.sampled_from(["place", "place", "place", "finish", "report", "observe", "remove"])):
+            case "place":
+                spec = request(
+                    str(number),
+                    data.draw(st.integers(0, 3000)),
+                    data.draw(st.integers(0, 300)),
+                    may_cut=data.draw(st.booleans()),
+                    slo=Slo(ttft_ms=data.draw(st.floats(1.0, 1e4)), tbt_ms=50.0),
+                )
+                if (placement := scheduler.place(spec, now_ms)) is not None:
+                    live[spec.request_id] = spec
+                    check_legal(placement, spec)
+            case "finish" if live:
+                scheduler.finish(live.pop(data.draw(st.sampled_from(sorted(live)))).request_id, now_ms)
+            case "report":
+                progress = [
+                    Progress(
+                        request_id=r,
+                        computed_tokens=data.draw(st.integers(0, spec.prompt_tokens + spec.max_output_tokens)),
+                        expected_output_tokens=spec.expected_output_tokens,
+                    )
+                    for r, spec in live.items()
+                ]
+                scheduler.report(data.draw(st.sampled_from(names)), progress, now_ms)
+            case "observe":
+                limits = InstanceLimits(step_ms=data.draw(st.sampled_from([47.5, 95.0])), kv_tokens=200_000)
+                scheduler.observe(InstanceState(data.draw(st.sampled_from(names)), data.draw(st.booleans()), limits))
+            case "remove":
+                scheduler.remove(data.draw(st.sampled_from(names)))
+        scheduler.check_invariants()
+
+
+def check_legal(placement: Placement, spec: RequestSpec) -> None:
+    assert (placement.beta is not None) == (placement.reason in CUTS)
+    if placement.beta is not None:
+        assert placement.beta.instance_id != placement.alpha.instance_id
+        assert 0 < placement.split_token < spec.prompt_tokens + max(spec.max_output_tokens - 1, 0)
+        assert placement.beta.start_token == placement.split_token < placement.beta.end_token

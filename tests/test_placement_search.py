@@ -1,0 +1,246 @@
+"""The dynamic policy's parts, against exhaustive searches."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynaserve.execution_predictor import ExecutionPredictor, InstanceLimits, VirtualRequest
+from dynaserve.global_scheduler import Slo
+from dynaserve.placement_search import (
+    FleetDemand,
+    Outcome,
+    SearchInstance,
+    SearchOptions,
+    SearchRequest,
+    SplitSearch,
+    find_balanced_split,
+    objective_ms,
+    others_wait_ms,
+    plan_fleet,
+    prefill_rate,
+)
+from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
+
+A100 = Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4)
+NOW_MS = 1000.0
+finite = st.floats(0.0, 1e4)
+
+
+def random_fleet(rng: random.Random, num_instances: int, table: ProfileTable) -> list[ExecutionPredictor]:
+    """Instances with decodes under way and prompts that wait."""
+    predictors = []
+    for _ in range(num_instances):
+        limits = InstanceLimits(kv_tokens=rng.choice([40_000, 200_000]), step_ms=rng.choice([45.0, 90.0]), max_step_tokens=4096)
+        predictor = ExecutionPredictor(table, limits)
+        decodes = [
+            VirtualRequest(key=key, context_tokens=rng.randint(50, 3000), decode_tokens=rng.randint(1, 400))
+            for key in range(rng.choice([0, 0, 3, 12, 40]))
+        ]
+        prompts = [
+            VirtualRequest(key=1000 + key, prefill_tokens=rng.randint(20, 4000), decode_tokens=rng.randint(0, 200))
+            for key in range(rng.choice([0, 0, 1, 3]))
+        ]
+        predictor.replace(decodes, prompts, NOW_MS)
+        predictors.append(predictor)
+    return predictors
+
+
+def random_search(seed: int) -> tuple[list[SearchInstance], SearchRequest, SearchOptions]:
+    rng = random.Random(seed)
+    predictors = random_fleet(rng, rng.randint(1, 4), ProfileTable(A100))
+    gathers = rng.random() < 0.6
+    instances = [
+        SearchInstance(p, keeps_free=gathers and n > 0, promised_tokens=rng.choice([0, 20_000, 39_500])) for n, p in enumerate(predictors)
+    ]
+    output = rng.randint(1, 300)
+    request = SearchRequest(
+        prompt_tokens=rng.choice([rng.randint(1, 200), rng.randint(200, 2500)]),
+        expected_output_tokens=output,
+        likely_output_tokens=2 * output,
+        slo=rng.choice([Slo(), Slo(ttft_ms=400.0, tbt_ms=50.0)]),
+    )
+    options = SearchOptions(
+        hand_off_ms=rng.choice([1.0, 8.0]),
+        kv_token_ms=rng.choice([0.0, 0.01]),
+        hand_off_price_ms=rng.choice([0.0, 20.0]),
+        arrivals_per_ms=rng.choice([0.0, 0.001, 0.004]),
+        lost_share=0.15,
+        prefill_pressure=rng.choice([0.0, 0.5, 1.0]),
+    )
+    return instances, request, options
+
+
+def exhaustive_ms(instances: Sequence[SearchInstance], request: SearchRequest, options: SearchOptions, prompt: int, stride: int) -> float:
+    """The lowest objective over whole runs and all cuts inside the prompt, on all ordered pairs."""
+    search = SplitSearch()
+    everyone = range(len(instances))
+    best = min(search.try_whole(list(instances), i, request, options, NOW_MS).objective_ms for i in everyone)
+    for alpha in everyone:
+        for beta in everyone:
+            for split in range(1, prompt, stride) if alpha != beta else ():
+                best = min(best, search.try_cut(list(instances), alpha, beta, split, request, options, NOW_MS).objective_ms)
+    return best
+
+
+def test_the_search_is_close_to_the_exhaustive_optimum() -> None:
+    gaps = []
+    for seed in range(60):
+        instances, request, options = random_search(seed)
+        choice = SplitSearch().find(instances, request, options, NOW_MS)
+        best_ms = exhaustive_ms(instances, request, options, request.prompt_tokens, 7)
+        gaps.append(max(0.0, choice.objective_ms / best_ms - 1.0))
+    print(f"gap: mean {statistics.mean(gaps):.4f}, worst {max(gaps):.4f}, {sum(g > 0.01 for g in gaps)} above 1 %")
+    assert statistics.mean(gaps) <= 0.01
+    assert sorted(gaps)[int(0.95 * len(gaps))] <= 0.05
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_found_is_what_it_is_predicted_to_cost(seed: int) -> None:
+    instances, request, options = random_search(seed)
+    search = SplitSearch()
+    choice = search.find(instances, request, options, NOW_MS)
+    if choice.beta is None:
+        again = search.try_whole(instances, choice.alpha, request, options, NOW_MS)
+    else:
+        again = search.try_cut(instances, choice.alpha, choice.beta, choice.split_token, request, options, NOW_MS)
+    assert again.objective_ms == pytest.approx(choice.objective_ms)
+    assert choice.objective_ms == objective_ms(choice.outcome, request.slo)
+    assert choice.objective_ms <= choice.whole_objective_ms
+    assert choice.probes <= 6
+
+
+def two(decodes: int) -> list[SearchInstance]:
+    """The first gathers decodes and has some; the second is kept free of them."""
+    table = ProfileTable(A100)
+    gathering, free = (ExecutionPredictor(table, InstanceLimits(step_ms=50.0)) for _ in range(2))
+    running = [VirtualRequest(key=key, context_tokens=800, decode_tokens=500) for key in range(decodes)]
+    gathering.replace(running, [], NOW_MS)
+    return [SearchInstance(gathering), SearchInstance(free, keeps_free=True)]
+
+
+BUSY = SearchOptions(arrivals_per_ms=0.001, lost_share=0.15, prefill_pressure=1.0)
+
+
+def request_of(prompt: int, output: int = 200, **fields: bool) -> SearchRequest:
+    return SearchRequest(prompt_tokens=prompt, expected_output_tokens=output, likely_output_tokens=output, **fields)
+
+
+def test_gathered_decodes_take_prefill_from_the_free_instance() -> None:
+    choice = SplitSearch().find(two(decodes=60), request_of(3000), BUSY, NOW_MS)
+    assert (choice.alpha, choice.beta) == (1, 0)
+    assert 1500 <= choice.split_token < 3000
+
+
+def test_an_idle_fleet_cuts_nothing() -> None:
+    instances = [SearchInstance(ExecutionPredictor(ProfileTable(A100), InstanceLimits(step_ms=50.0))) for _ in range(3)]
+    for prompt in (10, 500, 4000):
+        assert SplitSearch().find(instances, request_of(prompt), SearchOptions(), NOW_MS).beta is None
+
+
+def test_tiny_prompts_are_not_cut() -> None:
+    assert SplitSearch().find(two(decodes=60), request_of(40), BUSY, NOW_MS).beta is None
+
+
+def test_a_request_that_may_not_be_cut_is_not() -> None:
+    assert SplitSearch().find(two(decodes=60), request_of(3000, may_cut=False), BUSY, NOW_MS).beta is None
+
+
+# --- the objective
+
+
+@given(outcome=st.builds(Outcome, ttft_ms=finite, others_wait_ms=finite, lost_prefill_ms=finite, hand_off_ms=finite))
+def test_without_slo_the_objective_is_what_everyone_waits(outcome: Outcome) -> None:
+    waits = outcome.ttft_ms + outcome.others_wait_ms + outcome.lost_prefill_ms + outcome.hand_off_ms
+    assert objective_ms(outcome, Slo()) == pytest.approx(waits)
+
+
+def test_what_breaks_an_slo_costs_more() -> None:
+    slo = Slo(ttft_ms=100.0, tbt_ms=50.0)
+    assert objective_ms(Outcome(ttft_ms=110.0), slo) == pytest.approx(110.0 + 10 * 10.0)
+    assert objective_ms(Outcome(decode_step_ms=60.0, decode_tokens=7.0), slo) == pytest.approx(70.0)
+    assert objective_ms(Outcome(gap_ms=80.0), slo) == pytest.approx(30.0)
+    assert objective_ms(Outcome(overflow_tokens=100.0, token_ms=0.1), slo) == pytest.approx(10.0)
+
+
+def test_later_requests_wait_for_work_as_long_as_there_is_a_queue() -> None:
+    assert others_wait_ms(300.0, 100.0, 0.01) == pytest.approx(0.01 * 100.0 * 350.0)
+
+
+# --- the fleet plan
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    instances=st.integers(1, 12),
+    decodes=st.integers(0, 900),
+    context=st.floats(10.0, 4000.0),
+    prompt=st.integers(1, 8000),
+    step_ms=st.floats(20.0, 200.0),
+    kv_tokens=st.integers(1000, 500_000),
+    current=st.integers(0, 12),
+)
+def test_the_plan_is_the_best_that_holds_the_decodes(
+    instances: int, decodes: int, context: float, prompt: int, step_ms: float, kv_tokens: int, current: int
+) -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=step_ms, kv_tokens=kv_tokens)
+    demand = FleetDemand(instances=instances, decodes=decodes, mean_context_tokens=context, prompt_tokens=prompt)
+    plan = plan_fleet(table, limits, demand, current)
+
+    def rate(gathering: int) -> float:
+        beside = prefill_rate(table, limits, math.ceil(decodes / gathering), context, prompt)
+        return gathering * beside + (instances - gathering) * prefill_rate(table, limits, 0, context, prompt)
+
+    def holds(gathering: int) -> bool:
+        each = math.ceil(decodes / gathering)
+        alone = InstanceLimits(step_ms=step_ms)
+        fits = each == 0 or (each <= 256 and each * context <= 0.7 * kv_tokens)
+        return fits and (each == 0 or _decodes_ms(table, each, context) <= alone.step_ms)
+
+    assert plan.colocated_rate == pytest.approx(rate(instances))
+    possible = {k: rate(k) for k in range(1, instances) if decodes > 0 and holds(k)}
+    if decodes == 0:
+        return
+    if plan.gathering:
+        assert plan.prefill_rate == pytest.approx(possible[plan.gathering])
+    best = max([plan.colocated_rate, *possible.values()])
+    assert plan.prefill_rate >= best / 1.03 - 1e-9
+
+
+def _decodes_ms(table: ProfileTable, decodes: int, context: float) -> float:
+    return table.step_ms(BatchShape(decodes=decodes, decode_context_tokens=round(decodes * context)))
+
+
+def test_a_plan_stays_while_another_is_hardly_better() -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=50.0)
+    chosen = {
+        plan_fleet(table, limits, FleetDemand(instances=8, decodes=d, mean_context_tokens=900.0, prompt_tokens=2000), 3).gathering
+        for d in range(300, 330)
+    }
+    assert len(chosen) == 1
+
+
+# --- the paper's Algorithm 1
+
+
+def test_algorithm_1_starts_at_disaggregation() -> None:
+    alpha, beta = (ExecutionPredictor(ProfileTable(A100), InstanceLimits()) for _ in range(2))
+    split = find_balanced_split(alpha, beta, 1000, 1500, math.inf, 0.0)
+    assert (split.split_token, split.probes) == (1000, 1)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(1024, 1024), (219, 1467), (4000, 50), (10, 500)])
+def test_algorithm_1_balances_within_its_probes(prompt: int, output: int) -> None:
+    alpha, beta = (ExecutionPredictor(ProfileTable(A100), InstanceLimits()) for _ in range(2))
+    end = prompt + output - 1
+    at_start = find_balanced_split(alpha, beta, prompt, end, math.inf, 0.0)
+    split = find_balanced_split(alpha, beta, prompt, end, 1.0, 0.0)
+    assert split.probes <= 6
+    assert 0 <= split.split_token <= end
+    assert split.imbalance_ms <= max(0.25 * at_start.imbalance_ms, 100.0)

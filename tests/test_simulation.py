@@ -1,0 +1,239 @@
+"""The simulator against what can be worked out by hand, and its command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynaserve.bench import latency_tables, simulate, simulated
+from dynaserve.errors import ConfigError
+from dynaserve.global_scheduler import Options, Policy
+from dynaserve.simulation import Batching, EngineOptions, SimulatedRequest, SimulationOptions, SimulationResult, gap_bin_ms
+from dynaserve.simulation import simulate as play
+from dynaserve.step_latency import ProfileTable
+
+EVERY_STEP_10_MS = "10,0,1,0,0,0"
+GRID_HEADER = "model,system,tp,prefill_new,prefill_cached,decode_n,decode_ctx,ms"
+
+
+def table(roofline: str = EVERY_STEP_10_MS) -> ProfileTable:
+    return latency_tables.from_coefficients(roofline)
+
+
+def engine(
+    batching: Batching = Batching.fixed_chunk, chunk: int = 2048, running: int = 256, kv: int = 1 << 30, slo_ms: float = math.inf
+) -> EngineOptions:
+    return EngineOptions(
+        batching=batching, max_step_tokens=chunk, max_running=running, kv_tokens=kv, min_prefill_tokens=16, slo_ms=slo_ms, margin=1.0
+    )
+
+
+def run(
+    requests: list[tuple[float, int, int]],
+    instance: EngineOptions | None = None,
+    placement: Options | None = None,
+    *,
+    instances: int = 1,
+    roofline: str = EVERY_STEP_10_MS,
+    sigma: float = 0.0,
+    seed: int = 1,
+    tbt_slo_ms: float = math.inf,
+) -> SimulationResult:
+    """requests: arrival in ms, prompt and output tokens. placement None: in turns, whole."""
+    rows = [SimulatedRequest(at_ms, prompt, output, output) for at_ms, prompt, output in requests]
+    options = SimulationOptions(
+        instances=instances,
+        round_robin=placement is None,
+        placement=placement or Options(Policy.colocated),
+        engine=instance or engine(),
+        hand_off_ms=2.0,
+        step_sigma=sigma,
+        tbt_slo_ms=tbt_slo_ms,
+        seed=seed,
+    )
+    return play(table(roofline), rows, options)
+
+
+def test_a_prompt_takes_its_chunks_and_each_further_token_a_step() -> None:
+    (outcome,) = run([(5.0, 250, 3)], engine(chunk=100)).outcomes
+    assert (outcome.first_token_ms, outcome.end_ms, outcome.longest_gap_ms) == pytest.approx((35.0, 55.0, 10.0))
+
+
+def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
+    first, second = run([(0.0, 100, 1), (4.0, 100, 1)]).outcomes
+    assert (first.end_ms, second.end_ms) == pytest.approx((10.0, 20.0))
+
+
+def test_a_prefill_beside_it_delays_a_decode() -> None:
+    result = run([(0.0, 10, 100), (55.0, 1000, 1)], roofline="10,0.1,1,0,0,0", tbt_slo_ms=100.0)
+    assert result.outcomes[0].longest_gap_ms == pytest.approx(10 + 0.1 * 1001)
+    assert result.outcomes[0].late_gaps == 1
+
+
+def test_a_cut_request_goes_on_elsewhere_after_the_hand_off() -> None:
+    result = run([(0.0, 100, 101)], placement=Options(Policy.fixed, 0.5), instances=2)
+    (outcome,) = result.outcomes
+    assert outcome.split_token == 100
+    assert (outcome.first_token_ms, outcome.longest_gap_ms, outcome.end_ms) == pytest.approx((10.0, 12.0, 1012.0))
+    assert [use.tokens for use in result.uses] == [100, 100]
+
+
+def test_a_cut_inside_the_prompt_leaves_the_first_token_to_the_second_instance() -> None:
+    result = run([(0.0, 100, 101)], placement=Options(Policy.fixed, 0.25), instances=2)
+    (outcome,) = result.outcomes
+    assert (outcome.split_token, outcome.first_token_ms) == (50, pytest.approx(22.0))
+    assert [use.tokens for use in result.uses] == [50, 150]
+
+
+def test_disaggregation_prefills_here_and_decodes_there() -> None:
+    requests = [(7.0 * number, 50 + number, 20) for number in range(40)]
+    result = run(requests, placement=Options(Policy.disaggregated), instances=2)
+    assert [use.tokens for use in result.uses] == [sum(prompt for _, prompt, _ in requests), 40 * 19]
+
+
+def test_a_plain_balancer_takes_turns() -> None:
+    result = run([(0.0, 10 * (number + 1), 1) for number in range(4)], instances=2)
+    assert [use.tokens for use in result.uses] == [10 + 30, 20 + 40]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_waiting_is_what_queueing_theory_says(seed: int) -> None:
+    load, service_ms = 0.6, 10.0
+    arrivals = np.cumsum(np.random.default_rng(seed).exponential(service_ms / load, 60_000))
+    result = run([(at_ms, 50, 1) for at_ms in arrivals], engine(running=1, chunk=50))
+    waited = np.mean([outcome.first_token_ms for outcome in result.outcomes] - arrivals) - service_ms
+    assert waited == pytest.approx(load * service_ms / 2 / (1 - load), rel=0.06)  # Pollaczek and Khinchine, M/D/1
+
+
+requests_of = st.lists(st.tuples(st.floats(0, 500), st.integers(1, 300), st.integers(1, 60)), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    drawn=requests_of,
+    policy=st.sampled_from([None, Options(Policy.colocated), Options(Policy.disaggregated), Options(Policy.fixed, 0.7)]),
+    batching=st.sampled_from([Batching.fixed_chunk, Batching.slo]),
+    instances=st.integers(1, 4),
+)
+def test_every_token_is_computed_once_where_memory_is_plenty(
+    drawn: list[tuple[float, int, int]], policy: Options | None, batching: Batching, instances: int
+) -> None:
+    requests = sorted(drawn)
+    result = run(requests, engine(batching, chunk=128, slo_ms=40.0), policy, instances=instances, roofline="5,0.1,8,0,0.1,0")
+    assert sum(use.tokens for use in result.uses) == sum(prompt + output - 1 for _, prompt, output in requests)
+    assert sum(result.gap_counts) == sum(output - 1 for _, _, output in requests)
+    for (at_ms, _, _), outcome in zip(requests, result.outcomes, strict=True):
+        assert at_ms < outcome.first_token_ms <= outcome.end_ms <= result.end_ms
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=requests_of, batching=st.sampled_from([Batching.fixed_chunk, Batching.slo]))
+def test_memory_is_never_exceeded_and_everyone_finishes(drawn: list[tuple[float, int, int]], batching: Batching) -> None:
+    requests = sorted(drawn)
+    result = run(requests, engine(batching, chunk=64, kv=400, slo_ms=40.0), roofline="5,0.1,8,0,0.1,0")
+    assert all(use.most_kv_tokens <= 400 for use in result.uses)
+    assert sum(result.gap_counts) == sum(output - 1 for _, _, output in requests)
+
+
+def test_a_request_without_memory_is_computed_again() -> None:
+    result = run([(0.0, 50, 60), (0.0, 50, 60)], engine(kv=150))
+    (use,) = result.uses
+    assert use.preemptions > 0
+    assert use.tokens > 2 * 109
+
+
+def test_slo_aware_batches_keep_the_slo_that_fixed_chunks_break() -> None:
+    requests = [(40.0 * number, 400, 30) for number in range(100)]
+    roofline = "5,0.1,8,0,0.05,0"
+    for batching, keeps in ((Batching.fixed_chunk, False), (Batching.slo, True)):
+        result = run(requests, engine(batching, slo_ms=30.0), roofline=roofline)
+        assert all(outcome.longest_gap_ms <= 30.0 + 1e-9 for outcome in result.outcomes) == keeps
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    requests = [(3.0 * number, 100, 10) for number in range(50)]
+    one, again, other = (run(requests, sigma=0.1, seed=seed).end_ms for seed in (1, 1, 2))
+    assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [
+        ([(0.0, 0, 1)], "0 prompt, 1 output"),
+        ([(2.0, 1, 1), (1.0, 1, 1)], "in order of arrival"),
+        ([(0.0, 1 << 31, 1)], "never fits into 1073741824"),
+    ],
+)
+def test_impossible_requests_are_refused(requests: list[tuple[float, int, int]], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        run(requests)
+
+
+@given(gaps=st.lists(st.floats(0.2, 1e5), min_size=1, max_size=300))
+def test_percentiles_of_bins_are_those_of_the_gaps(gaps: list[float]) -> None:
+    edges = np.array([gap_bin_ms(bin_) for bin_ in range(4001)])
+    counts, _ = np.histogram(gaps, edges)
+    found = simulated.gap_percentiles(counts.tolist())
+    for quantile, value in ((0.5, found.p50), (0.99, found.p99)):
+        assert value == pytest.approx(float(np.quantile(gaps, quantile, method="inverted_cdf")), rel=0.006)
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        simulate.main(arguments)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+SAMPLE = ("--roofline", "10,0.2,16,0.00002,0.2,0.0005", "--workload", "sample", "--rate", "4", "--requests", "200")
+
+
+def test_the_sample_is_simulated_without_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(*SAMPLE, "--batching", "slo", "--output", str(tmp_path / "out.json")) == 0
+    summary = json.loads((tmp_path / "out.json").read_text())["summary"]
+    assert summary["requests"] == 200
+    assert summary["tbt_ms"]["p99"] <= 100
+    assert "goodput_tokens_per_s" in capsys.readouterr().out
+
+
+def test_a_capacity_is_searched(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert command(*SAMPLE, "--batching", "slo", "--capacity", "--repetitions", "2", "--output", str(out)) == 0
+    assert all(rate > 1 for rate in json.loads(out.read_text())["capacities_per_s"])
+
+
+def test_a_grid_of_measured_steps_is_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "grid.csv"
+    rows = [f"m,g,1,{new},0,{number},512,{8 + 0.1 * (new + number)}" for new in (0, 64, 256, 1024) for number in (1, 8, 64)]
+    path.write_text("\n".join([GRID_HEADER, *rows]) + "\n")
+    learnt = latency_tables.from_grid(path, "m", "g", overhead_ms=2.0, cost_scale=1.5)
+    (sample,) = [one for one in latency_tables.samples(path, "m", "g") if one.shape.tokens == 256 + 8]
+    assert learnt.step_ms(sample.shape) == pytest.approx(1.5 * (8 + 26.4) + 2.0, rel=0.05)
+    with pytest.raises(ConfigError, match="has no m on h100; there is m on g"):
+        latency_tables.from_grid(path, "m", "h100", 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--gpu-grid", "nosuch.csv"), "not 2 of them"),
+        (("--policy", "best"), "policy is 'best'"),
+        (("--layers", "4"), "are needed together"),
+        (("--roofline", "1,2"), "--roofline '1,2' is not"),
+        (("--kv-tokens", "10"), "never fits into 10 tokens"),
+    ],
+)
+def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], more: tuple[str, ...], named: str) -> None:
+    assert command(*SAMPLE, *more) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--help") == 0
+    assert "example:\n  dynaserve simulate --roofline" in capsys.readouterr().out

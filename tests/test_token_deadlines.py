@@ -1,0 +1,80 @@
+"""When tokens are due, and how many came in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynaserve.deadline_margin import LATE_SHARE, NORMAL_SIGMAS, DeadlineMargin
+from dynaserve.token_deadlines import TokenCounts, TokenDeadlines, TokenSlo
+
+SLO = TokenSlo(tbt_s=0.1)
+
+
+def arrived(slo: TokenSlo = SLO, at_s: float = 5.0) -> TokenDeadlines:
+    deadlines = TokenDeadlines()
+    deadlines.arrive("r", slo, at_s)
+    return deadlines
+
+
+def test_the_next_token_is_due_one_slo_after_the_last() -> None:
+    deadlines = arrived()
+    assert "r" not in deadlines.next_due_s
+    deadlines.token("r", 1, 7.0)
+    assert deadlines.next_due_s["r"] == pytest.approx(7.1)
+
+
+def test_tokens_within_and_beyond_the_slo_are_told_apart() -> None:
+    deadlines = arrived()
+    for now_s in (7.0, 7.05, 7.3, 7.35):
+        deadlines.token("r", 1, now_s)
+    assert deadlines.take_counts() == TokenCounts(next_tokens=3, next_tokens_in_time=2)
+    assert deadlines.take_counts() == TokenCounts()
+
+
+def test_of_tokens_that_come_together_only_the_first_has_a_gap() -> None:
+    deadlines = arrived()
+    deadlines.token("r", 4, 7.0)
+    deadlines.token("r", 4, 7.5)
+    assert deadlines.take_counts() == TokenCounts(next_tokens=7, next_tokens_in_time=6)
+
+
+def test_first_tokens_count_against_the_ttft_slo_if_there_is_one() -> None:
+    assert arrived().first_due_s == {}
+    for now_s, in_time in ((5.9, 1), (6.1, 0)):
+        deadlines = arrived(TokenSlo(0.1, ttft_s=1.0))
+        deadlines.token("r", 1, now_s)
+        assert deadlines.take_counts() == TokenCounts(first_tokens=1, first_tokens_in_time=in_time)
+
+
+def test_a_request_that_goes_on_here_is_due_since_its_tokens_came() -> None:
+    deadlines = arrived(TokenSlo(0.1, ttft_s=1.0))
+    deadlines.took_over("r", 8.0)
+    deadlines.took_over("r", 8.05)
+    assert deadlines.next_due_s["r"] == pytest.approx(8.1)
+    deadlines.token("r", 1, 8.2)
+    assert deadlines.take_counts() == TokenCounts(next_tokens=1, next_tokens_in_time=0)
+
+
+def test_nothing_is_left_of_a_request_that_is_forgotten() -> None:
+    deadlines = arrived(TokenSlo(0.1, ttft_s=1.0))
+    deadlines.token("r", 1, 6.0)
+    deadlines.forget("r")
+    deadlines.forget("never came")
+    assert deadlines == TokenDeadlines(counts=deadlines.counts)
+
+
+@pytest.mark.parametrize("heavy", [1.0, 1.8])
+def test_the_margin_follows_the_errors_that_are_seen(heavy: float) -> None:
+    """heavy: how much longer the tail is than a normal distribution's."""
+    import random
+
+    rng, margin, sigma = random.Random(3), DeadlineMargin(), 0.05
+    assert margin.share(0.0) == 1.0
+    late = 0
+    for step in range(8000):
+        error = sigma * rng.gauss(0, heavy)
+        if step >= 1000:
+            late += error > margin.sigmas * sigma
+        margin.observe(10.0, 10.0 * 2.718281828**error, sigma)
+    assert late / 7000 == pytest.approx(LATE_SHARE, rel=0.4)
+    assert margin.sigmas == pytest.approx(heavy * NORMAL_SIGMAS, rel=0.25)

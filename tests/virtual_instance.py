@@ -1,0 +1,140 @@
+"""An instance's virtual batches, one step at a time: the oracle of the execution predictor, in its plainest form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from dynaserve.execution_predictor import AdmissionOrder, InstanceLimits, VirtualRequest
+from dynaserve.step_latency import BatchLimits, BatchShape, PrefillWork, ProfileTable, choose_budget, leaves_room_for_decode
+
+
+@dataclass
+class Walked:
+    """A request on its way. start_ms, prefill_end_ms, end_ms: None until then."""
+
+    key: int
+    context: int
+    prefill: int
+    decode: int
+    ready_ms: float
+    start_ms: float | None = None
+    prefill_end_ms: float | None = None
+    end_ms: float | None = None
+    longest_step_ms: float = 0.0
+
+    @property
+    def whole_context(self) -> int:
+        return self.context + self.prefill
+
+
+@dataclass
+class SteppingInstance:
+    """Walks every step; `arrivals` are (arrival, request), in the order in which they are added."""
+
+    table: ProfileTable
+    limits: InstanceLimits
+    order: AdmissionOrder = AdmissionOrder.arrival
+    now_ms: float = 0.0
+    running: list[Walked] = field(default_factory=list)
+    waiting: list[Walked] = field(default_factory=list)
+    ended: list[Walked] = field(default_factory=list)
+
+    def add(self, request: VirtualRequest, now_ms: float) -> Walked:
+        ready_ms = max(request.ready_ms, now_ms)
+        walked = Walked(request.key, request.context_tokens, request.prefill_tokens, request.decode_tokens, ready_ms)
+        self.waiting.append(walked)
+        if self.order is AdmissionOrder.shortest_prefill:
+            self.waiting.sort(key=lambda r: r.prefill)
+        return walked
+
+    def remove(self, key: int) -> bool:
+        before = len(self.running) + len(self.waiting)
+        self.running = [r for r in self.running if r.key != key]
+        self.waiting = [r for r in self.waiting if r.key != key]
+        return len(self.running) + len(self.waiting) < before
+
+    def advance(self, until_ms: float) -> None:
+        while self.now_ms < until_ms:
+            if not self.step(until_ms):
+                self.now_ms = until_ms
+
+    def play_out(self) -> None:
+        while self.step(math.inf):
+            pass
+
+    def step(self, until_ms: float) -> bool:
+        admissible = self._admissible()
+        if not self.running and not admissible:
+            coming = [r.ready_ms for r in self.waiting if self.now_ms < r.ready_ms < until_ms]
+            if coming:
+                self.now_ms = min(coming)
+            return bool(coming)
+        for request in [r for r in admissible if r.prefill == 0]:
+            self._admit(request)
+            request.prefill_end_ms = self.now_ms
+        decodes = [r for r in self.running if r.prefill == 0]
+        prefills = [r for r in self.running if r.prefill > 0] + [r for r in admissible if r.prefill > 0]
+        shape = BatchShape(decodes=len(decodes), decode_context_tokens=sum(r.context for r in decodes))
+        step_ms, budget = self.table.step_ms(shape), 0
+        if prefills:
+            work = [PrefillWork(r.prefill, r.context) for r in prefills]
+            limits = BatchLimits(
+                step_ms=self.limits.step_ms if decodes else math.inf,
+                max_tokens=self.limits.max_step_tokens,
+                min_prefill_tokens=self.limits.min_prefill_tokens,
+            )
+            chosen = choose_budget(self.table, shape, work, limits)
+            step_ms, budget = chosen.step_ms, chosen.tokens
+        self._compute(decodes, prefills, budget, step_ms)
+        return True
+
+    def _compute(self, decodes: list[Walked], prefills: list[Walked], budget: int, step_ms: float) -> None:
+        ends_ms = self.now_ms + step_ms
+        for request in prefills:
+            taken = min(budget, request.prefill)
+            if taken and request in self.waiting:
+                self._admit(request)
+            budget -= taken
+            request.prefill -= taken
+            request.context += taken
+            if taken and request.prefill == 0:
+                request.prefill_end_ms = ends_ms
+        for request in decodes:
+            request.context += 1
+            request.decode -= 1
+        for request in self.running:
+            request.longest_step_ms = max(request.longest_step_ms, step_ms)
+        self.now_ms = ends_ms
+        for request in [r for r in self.running if r.prefill == 0 and r.decode == 0]:
+            request.end_ms = ends_ms
+            self.running.remove(request)
+            self.ended.append(request)
+
+    def _admit(self, request: Walked) -> None:
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.start_ms = self.now_ms
+
+    def _admissible(self) -> list[Walked]:
+        found: list[Walked] = []
+        for request in self.waiting:
+            if request.ready_ms > self.now_ms:
+                continue
+            ahead = [*self.running, *found]
+            full = sum(r.prefill for r in ahead) >= self.limits.max_step_tokens
+            if ahead and (full or not self._fits(request, ahead)):
+                break
+            found.append(request)
+        return found
+
+    def _fits(self, request: Walked, ahead: list[Walked]) -> bool:
+        decoding = [r for r in ahead if r.decode > 0]
+        shape = BatchShape(decodes=len(decoding), decode_context_tokens=sum(r.whole_context for r in decoding))
+        return (
+            len(ahead) < self.limits.max_requests
+            and sum(r.whole_context for r in ahead) + request.whole_context <= self.limits.kv_tokens
+            and (
+                request.decode == 0 or not decoding or leaves_room_for_decode(self.table, shape, request.whole_context, self.limits.step_ms)
+            )
+        )

@@ -1,0 +1,54 @@
+"""LoRA adapters of a fleet: one adapter is the same number on every instance, and is loaded everywhere before it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from vllm.lora.request import LoRARequest
+
+from dynaserve.messages import AddLora, LoraAdded
+
+_LOAD_TIMEOUT_S = 120.0
+
+
+def adapter_id(name: str, path: str) -> int:
+    """From name and path, in [2^30, 2^31): vLLM counts adapters per server, and the wrong one would answer (DESIGN 5)."""
+    digest = hashlib.sha256(f"{name}\0{path}".encode()).digest()
+    return 1 << 30 | int.from_bytes(digest[:4], "big") >> 2
+
+
+def with_fleet_id(lora: LoRARequest) -> LoRARequest:
+    return LoRARequest(lora.lora_name, adapter_id(lora.lora_name, lora.lora_path), lora.lora_path, load_inplace=lora.load_inplace)
+
+
+@dataclass
+class AdapterLoader:
+    """The front-end's side. send: carries a message to an instance."""
+
+    send: Callable[[str, AddLora], Awaitable[None]]
+    pending: dict[tuple[str, int], asyncio.Future[str | None]] = field(default_factory=dict)
+
+    async def load(self, lora: LoRARequest, instances: Iterable[str]) -> None:
+        """Returns when every instance has it. Raises ValueError, which names the instances that cannot load it and why."""
+        number = adapter_id(lora.lora_name, lora.lora_path)
+        message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace)
+        answers = {name: self.pending.setdefault((name, number), asyncio.get_running_loop().create_future()) for name in instances}
+        for name in answers:
+            await self.send(name, message)
+        _, missing = await asyncio.wait(answers.values(), timeout=_LOAD_TIMEOUT_S)
+        faults = []
+        for name, answer in answers.items():
+            self.pending.pop((name, number), None)
+            fault = f"no answer for {_LOAD_TIMEOUT_S:g} s" if answer in missing else answer.result()
+            if fault is not None:
+                faults.append(f"{name}: {fault}")
+        if faults:
+            raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
+
+    def answered(self, instance: str, answer: LoraAdded) -> None:
+        pending = self.pending.get((instance, answer.lora_int_id))
+        if pending is not None and not pending.done():
+            pending.set_result(answer.error)

@@ -1,0 +1,141 @@
+"""What becomes of the steps of the local scheduler: how long each took, what is learnt from it, and what is told about it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import Request
+
+from dynaserve.live_profile import LiveProfile
+from dynaserve.messages import MeasuredStep
+from dynaserve.profile_keeper import ProfileKeeper
+from dynaserve.step_latency import BatchShape, prefill_pairs
+from dynaserve.step_planner import StepPlan, StepPlanner
+from dynaserve.step_report import UNPROFILED, BatchReport, StepLog, StepReport, StepReporter
+from dynaserve.token_deadlines import TokenDeadlines
+from vllm_plugin.device import profile_key
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+
+    from vllm_plugin.options import PluginOptions
+
+_UNPROFILED_PREFILL_TOKENS = 128
+"""Of the first steps beside decodes: enough to learn from, and short on any machine that serves language models."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step between its scheduling and its update."""
+
+    output: SchedulerOutput
+    shape: BatchShape
+    plan: StepPlan
+    predicted_ms: float | None
+    scheduled_s: float
+
+
+@dataclass
+class StepAccounts:
+    """planner: learns. keeper: saves what it learnt; None: nobody does. log: gets each step; None: there is none."""
+
+    planner: StepPlanner
+    keeper: ProfileKeeper | None = None
+    log: StepLog | None = None
+    deadlines: TokenDeadlines = field(default_factory=TokenDeadlines)
+    _reporter: StepReporter = field(default_factory=StepReporter)
+    _under_way: deque[_UnderWay] = field(default_factory=deque)
+    _last_end_s: float = 0.0
+
+    @classmethod
+    def of(cls, config: VllmConfig, options: PluginOptions, max_tokens: int) -> StepAccounts:
+        """Raises ConfigError for a profile or a log that cannot be used."""
+        keeper = ProfileKeeper(Path(options.profile), profile_key(config)) if options.profile else None
+        planner = StepPlanner(
+            keeper.profile if keeper else LiveProfile(), max_tokens, options.min_prefill_tokens, min(max_tokens, _UNPROFILED_PREFILL_TOKENS)
+        )
+        return cls(planner, keeper, StepLog(Path(options.step_log)) if options.step_log else None)
+
+    @property
+    def steps_under_way(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, output: SchedulerOutput, shape: BatchShape, plan: StepPlan, now_s: float) -> None:
+        table = self.planner.profile.table
+        predicted_ms = None if table is None else table.step_ms(shape)
+        self._under_way.append(_UnderWay(output, shape, plan, predicted_ms, now_s))
+
+    def end(self, output: SchedulerOutput, now_s: float) -> None:
+        """A step lasts from the end of its scheduling, or of the step before it when several are under way, to its update."""
+        if not self._under_way or self._under_way[0].output is not output:
+            return
+        step = self._under_way.popleft()
+        took_ms = 1e3 * (now_s - max(step.scheduled_s, self._last_end_s))
+        self._last_end_s = now_s
+        if took_ms <= 0:
+            return
+        self.planner.observe(step.shape, step.predicted_ms, took_ms)
+        report = _report_of(step, took_ms, now_s)
+        self._reporter.add(report)
+        if self.log is not None:
+            self.log.add(report)
+
+    def count_tokens(self, outputs: Iterable[EngineCoreOutputs], now_s: float) -> None:
+        token = self.deadlines.token
+        for output in outputs:
+            for answer in output.outputs:
+                if answer.new_token_ids:
+                    token(answer.request_id, len(answer.new_token_ids), now_s)
+
+    def take_report(self, now_s: float, *, resting: bool) -> BatchReport | None:
+        """None: not now. resting: no step will follow soon."""
+        steps = self._reporter.take(now_s, resting=resting)
+        if steps is None:
+            return None
+        if self.log is not None:
+            self.log.flush()
+        if self.keeper is not None:
+            self.keeper.save_now_and_then(now_s, resting=resting)
+        return BatchReport(steps, self.deadlines.take_counts())
+
+    def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+        if self.log is not None:
+            self.log.close()
+
+
+def shape_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> BatchShape:
+    """Of a batch that was just scheduled: vLLM has counted its tokens as computed already. A chunk of one token costs what a
+    decode costs."""
+    prefill_tokens, pairs, decodes, decode_context = 0, 0.0, 0, 0
+    for request_id, tokens in output.num_scheduled_tokens.items():
+        context = requests[request_id].num_computed_tokens - tokens
+        if tokens == 1:
+            decodes += 1
+            decode_context += context
+        else:
+            prefill_tokens += tokens
+            pairs += prefill_pairs(tokens, context)
+    return BatchShape(prefill_tokens=prefill_tokens, prefill_pairs=pairs, decodes=decodes, decode_context_tokens=decode_context)
+
+
+def _report_of(step: _UnderWay, took_ms: float, now_s: float) -> StepReport:
+    shape, plan = step.shape, step.plan
+    fields: dict[str, Any] = {name: getattr(shape, name) for name in MeasuredStep.__struct_fields__[:-1]}
+    return StepReport(
+        at_s=now_s,
+        measured=MeasuredStep(**fields, measured_ms=took_ms),
+        predicted_ms=step.predicted_ms,
+        limit_ms=None if math.isinf(plan.limit_ms) else plan.limit_ms,
+        budget_tokens=plan.prefill_tokens,
+        reason=UNPROFILED if plan.reason is None else plan.reason.name,
+        late=plan.late,
+    )

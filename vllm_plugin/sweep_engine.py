@@ -1,0 +1,135 @@
+"""vLLM's engine, in this process, taking steps of a given composition: for `dynaserve profile`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request, RequestStatus
+
+from dynaserve.errors import ConfigError
+from dynaserve.live_profile import LiveProfile
+from dynaserve.messages import MeasuredStep
+from dynaserve.profiling.command import SPARE_TOKENS
+from dynaserve.profiling.sweep import Limits, Point
+from dynaserve.step_latency import BatchShape, BudgetReason, PrefillWork
+from dynaserve.step_planner import RunningDecodes, StepPlan, StepPlanner
+from vllm_plugin.batching import SloScheduler
+from vllm_plugin.device import profile_key
+from vllm_plugin.options import PLUGIN, PluginOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_TOKEN_IDS = range(1000, 20000)
+"""Above the control tokens and below the end of the vocabularies in use."""
+
+
+class SweepPlanner(StepPlanner):
+    """Takes as much prefill as it is told, and keeps what is measured."""
+
+    prefill_tokens = 0
+    measured: list[tuple[BatchShape, float]]
+
+    def plan(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:
+        return StepPlan(self.prefill_tokens, float("inf"), None, BudgetReason.all_work, late=False)
+
+    def admits(self, decodes: int, context_tokens: int, one_more_context: int, slo_ms: float) -> bool:
+        return True
+
+    def observe(self, shape: BatchShape, predicted_ms: float | None, measured_ms: float) -> None:
+        self.measured.append((shape, measured_ms))
+
+
+def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    scheduler_class = type("SweepScheduler", (SloScheduler, Scheduler), {})
+    scheduler = scheduler_class(vllm_config=vllm_config, **kwargs)
+    most = scheduler.max_num_scheduled_tokens
+    scheduler.accounts.planner = SweepPlanner(LiveProfile(), most, min_prefill_tokens=0, unprofiled_prefill_tokens=most)
+    scheduler.accounts.planner.measured = []
+    return scheduler
+
+
+class SweepEngine:
+    """See `dynaserve.profiling.command.Engine`. Raises ConfigError for options that vLLM refuses."""
+
+    def __init__(self, model: str, arguments: Sequence[str]) -> None:
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="dynaserve profile", add_help=False))
+        args = parser.parse_args(["--model", model, *arguments])
+        config = _config(args)
+        self.key = profile_key(config)
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._scheduler: Any = self._core.scheduler
+        self.limits = Limits(
+            step_tokens=config.scheduler_config.max_num_batched_tokens,
+            requests=config.scheduler_config.max_num_seqs,
+            kv_tokens=self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks * self._scheduler.block_size,
+        )
+        self._most_context = self._scheduler.max_model_len - SPARE_TOKENS
+        self._added = 0
+        self._held: tuple[int, list[str]] = (0, [])
+        """Context and ids of the decodes that run now."""
+
+    def measure(self, point: Point, times: int) -> list[MeasuredStep]:
+        """Takes the step that often, one after the other."""
+        if point.context_tokens > self._most_context or point.prefill_tokens >= self._scheduler.max_model_len:
+            raise ConfigError(f"a step of {point} does not fit into a model length of {self._scheduler.max_model_len} tokens")
+        self._hold(point.decodes, point.context_tokens)
+        return [self._step(point.prefill_tokens) for _ in range(times)]
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    def _step(self, prefill_tokens: int) -> MeasuredStep:
+        planner = self._scheduler.accounts.planner
+        planner.prefill_tokens = prefill_tokens
+        if prefill_tokens:
+            self._add(prefill_tokens, output_tokens=1)
+        planner.measured.clear()
+        self._core.step_fn()
+        (shape, measured_ms), *rest = planner.measured
+        assert not rest
+        return MeasuredStep(shape.prefill_tokens, shape.prefill_pairs, shape.decodes, shape.decode_context_tokens, measured_ms)
+
+    def _hold(self, decodes: int, context_tokens: int) -> None:
+        """Exactly so many requests run, whose prompts have so many tokens; of more ones of the same context the first are kept."""
+        context, names = self._held
+        if context != context_tokens or len(names) < decodes:
+            self._end(names)
+            names = [self._add(context_tokens, output_tokens=SPARE_TOKENS) for _ in range(decodes)]
+            self._scheduler.accounts.planner.prefill_tokens = self.limits.step_tokens
+            while any(self._scheduler.requests[name].num_output_tokens == 0 for name in names):
+                self._core.step_fn()
+        self._end(names[decodes:])
+        self._held = (context_tokens, names[:decodes])
+
+    def _end(self, names: list[str]) -> None:
+        self._scheduler.finish_requests([name for name in names if name in self._scheduler.requests], RequestStatus.FINISHED_ABORTED)
+
+    def _add(self, prompt_tokens: int, output_tokens: int) -> str:
+        self._added += 1
+        name = f"sweep-{self._added}"
+        prompt = [_TOKEN_IDS[(self._added * 7919 + index * 31) % len(_TOKEN_IDS)] for index in range(prompt_tokens)]
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        params.update_from_generation_config({}, None)
+        self._core.add_request(Request(name, prompt, params, None, block_hasher=self._core.request_block_hasher))
+        return name
+
+
+def _config(args: argparse.Namespace) -> VllmConfig:
+    engine_args: Any = EngineArgs.from_cli_args(args)
+    engine_args.scheduler_cls = "vllm_plugin.sweep_engine.make_scheduler"
+    engine_args.enable_prefix_caching = False
+    engine_args.async_scheduling = False
+    engine_args.additional_config = {PLUGIN: PluginOptions().to_config()}
+    try:
+        return engine_args.create_engine_config()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,85 @@
+"""Wakes an engine core that waits for work when a worker has news of a transfer, or when time is up.
+
+vLLM's worker reports only through steps, and its core loop steps once a millisecond while it has requests; a reserved beta
+or a parked alpha would keep a core busy.  Instead the core sleeps until something can run: the transfer thread of each
+worker signals over a socket, and a thread here puts a wake-up into the core's input queue.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+_LONGEST_SLEEP_MS = 250
+"""How late a deadline may be noticed."""
+
+
+class Bell:
+    """The worker's end; `ring` is called by one thread at a time and never waits."""
+
+    def __init__(self, host: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.linger = 0
+        self._socket.set_hwm(8)  # one is enough: a step takes all the news that there are
+        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+
+    def ring(self) -> None:
+        try:
+            self._socket.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            return  # nobody listens yet, or enough signals are under way
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Alarm:
+    """The engine core's end. `rings` is set, and `wake` called, from a thread of its own.
+
+    deadline_s: on the monotonic clock, when to wake the core without a signal; None: never.
+    """
+
+    def __init__(self, bells: Sequence[str], wake: Callable[[], None]) -> None:
+        self.rings = threading.Event()
+        self.deadline_s: float | None = None
+        self._wake = wake
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.linger = 0
+        for address in bells:
+            self._socket.connect(address)
+        self._thread = threading.Thread(target=self._run, name="dynaserve-alarm", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)  # ends the thread's wait
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                if self._wait():
+                    self.rings.set()
+                    self._wake()
+        except zmq.ContextTerminated:
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.ENOTSOCK:  # closed while it waited
+                raise
+
+    def _wait(self) -> bool:
+        if not self._socket.poll(_LONGEST_SLEEP_MS):
+            deadline_s = self.deadline_s
+            if deadline_s is None or time.monotonic() < deadline_s:
+                return False
+            self.deadline_s = None
+            return True
+        while True:
+            try:
+                self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
