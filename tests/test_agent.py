@@ -14,13 +14,24 @@ import zmq
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.agent import Agent, Results
-from dynaserve.kv_transfer.transport import KvLayers, WorkerEndpoint
-from dynaserve.kv_transfer.transports import make_transport
+from dynaserve.kv_transfer.mooncake_transport import MooncakeTransport
+from dynaserve.kv_transfer.transport import KvLayers, Transport, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Revoke
 
 torch = pytest.importorskip("torch")
 
+from dynaserve.kv_transfer.torch_transport import TorchTransport  # noqa: E402 - only where torch is
+
 LAYERS, BLOCKS, BLOCK_BYTES = 3, 128, 4096
+
+
+class Unreachable(MooncakeTransport):
+    """Its memory cannot be written: nobody listens at the address that it gives to peers."""
+
+    late_write_s = 0.3
+
+    def address(self) -> str:
+        return msgspec.json.encode({"session": "127.0.0.1:1", "layers": [0] * LAYERS}).decode()
 
 
 @dataclass
@@ -28,6 +39,7 @@ class Node:
     """An agent with its cache, and everything that it has reported so far."""
 
     name: str
+    transport_of: Callable[[str, str, KvLayers], Transport] = TorchTransport
     kv: KvLayers = field(init=False)
     agent: Agent = field(init=False)
     seen: Results = field(default_factory=Results)
@@ -39,8 +51,8 @@ class Node:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(ord(self.name[-1]))
         self.kv = KvLayers([torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8, generator=generator) for _ in range(LAYERS)])
-        transports = {"torch": make_transport("torch", self.name, "127.0.0.1", self.kv)}
-        self.agent = Agent(self.name, "127.0.0.1", self.kv.block_bytes, transports, self.ring)
+        transport = self.transport_of(self.name, "127.0.0.1", self.kv)
+        self.agent = Agent(self.name, "127.0.0.1", self.kv.block_bytes, {transport.name: transport}, self.ring)
 
     def poll(self) -> Results:
         new = self.agent.take_results()
@@ -174,3 +186,20 @@ def test_a_peer_with_an_impossible_address_is_counted_and_disturbs_nobody(nodes:
     a.agent.submit(tx.Ready("u", 0, (1,), final=True))
     until(lambda: b.poll().received == ["u"])
     a.agent.submit(tx.Stop("u"))
+
+
+@pytest.mark.mooncake
+def test_blocks_of_a_one_sided_push_that_failed_come_back_after_a_quarantine() -> None:
+    a, b = Node("a", MooncakeTransport), Node("b", Unreachable)
+    b.agent.submit(rx.Expect("t", a.agent.endpoint, "mooncake", 0, (10, 11)))
+    a.agent.submit(tx.Ready("t", 0, (1,), final=False))
+    until(lambda: any(r.kind == "failed" for r in b.poll().reports))
+    (failed,) = (r for r in b.seen.reports if r.kind == "failed")
+    b.agent.submit(rx.Complete("t", 2))
+    until(lambda: b.poll().received == ["t"])
+    assert time.monotonic() - failed.at_s >= Unreachable.late_write_s
+    assert b.seen.lost_blocks == [10, 11]
+    a.agent.submit(tx.Stop("t"))
+    until(lambda: a.poll().sending_stopped == ["t"])
+    for node in (a, b):
+        node.agent.close()

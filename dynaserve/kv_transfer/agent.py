@@ -7,7 +7,9 @@ two-sided transports, one thread receives.  The engine's thread talks to the age
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
+import math
 import os
 import queue
 import threading
@@ -108,6 +110,8 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._resting: list[_Rest] = []
+        self._quarantines: list[tuple[float, str]] = []
+        """(end by the monotonic clock, transfer id), a heap."""
         self._lock = threading.Lock()
         self._results = Results()
         self._failure: BaseException | None = None
@@ -180,13 +184,20 @@ class Agent:
         poller.register(self._inbox, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(self._until_quiet_ms()))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if self._inbox in ready:
                 self._read_inbox()
             if not self._handle_events():
                 return
+            while self._quarantines and self._quarantines[0][0] <= time.monotonic():
+                self._handle(rx.Quiet(heapq.heappop(self._quarantines)[1]))
+
+    def _until_quiet_ms(self) -> int | None:
+        if not self._quarantines:
+            return None
+        return math.ceil(1e3 * max(0.0, self._quarantines[0][0] - time.monotonic()))
 
     def _read_inbox(self) -> None:
         while True:
@@ -253,6 +264,8 @@ class Agent:
             case rx.Failed(transfer_id=transfer_id):
                 self._report(transfer_id, "failed")
                 self._on_results()
+            case rx.Quarantine(transfer_id=transfer_id, transport=name):
+                heapq.heappush(self._quarantines, (time.monotonic() + self._transports[name].late_write_s, transfer_id))
             case rx.Received(transfer_id=transfer_id, lost_blocks=lost):
                 with self._lock:
                     self._results.received.append(transfer_id)

@@ -8,7 +8,8 @@ have it (not run yet).
 who reaches its ports can read and write the registered memory, so they belong behind a firewall.
 
 A push to a peer that is stopped ends after the engine's own timeout (`MC_TRANSFER_TIMEOUT`, 30 s by default); what the
-peer's machine has taken by then may still be written when the peer goes on.
+peer's machine has taken by then is still written when the peer goes on. Nothing in the engine tells when that is over, so a
+receiver keeps the blocks of a failed transfer for `late_write_s` of its own time.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class MooncakeTransport:
 
     name = "mooncake"
     one_sided = True
+    late_write_s = 5.0
 
     def __init__(self, worker_id: str, host: str, kv: KvLayers) -> None:  # noqa: ARG002 - the engine names itself
         try:

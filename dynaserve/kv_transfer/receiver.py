@@ -3,10 +3,12 @@
     Expect --> OPEN --Complete, all blocks landed-------> (forgotten, RECEIVED)
                OPEN --Complete, the rest is lost--------> (forgotten, RECEIVED with the lost blocks)
                OPEN --Cancel--> CLOSING --Closed, nothing being written--> (forgotten, RECEIVED)
+               any --Broken--> FAILED --one-sided: Quiet--> as above, the rest is lost
 
 B grants a transfer piece by piece (`Expect`, then `Extend`) and learns only at the end how long it is (`Complete`).
 A granted block is never handed back while the sender might still write to it: cancelling asks the sender to stop,
-and only its `Closed` (or the end of a two-sided channel) ends the transfer.  Pure, like `sender`.
+and only its `Closed` (or the end of a two-sided channel) ends the transfer.  A one-sided push that failed may still
+land, so its transfer is quarantined first.  Pure, like `sender`.
 The state and failure tables are in docs/kv_transfer.md.
 """
 
@@ -67,7 +69,14 @@ class Cancel:
     transfer_id: str
 
 
-Event = Expect | Extend | Complete | Blocks | Landed | ReceiveFailed | Cancel | Broken | Closed
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """The quarantine is over: what the failed push left behind on this machine has been written or thrown away."""
+
+    transfer_id: str
+
+
+Event = Expect | Extend | Complete | Blocks | Landed | ReceiveFailed | Cancel | Broken | Closed | Quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Answer with `Quiet` once this transport cannot write any more to what a failed push was aimed at."""
+
+    transfer_id: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """The transfer is over, nobody writes its blocks any more; said once for each `Expect`, and for a late `Cancel`.
 
@@ -112,12 +129,16 @@ class Received:
     lost_blocks: tuple[int, ...] = ()
 
 
-Instruction = Tell | Receive | Discard | Arrived | Failed | Received
+Instruction = Tell | Receive | Discard | Arrived | Failed | Quarantine | Received
 
 
 @dataclass(slots=True)
 class Incoming:
-    """One transfer. block_ids: granted so far, from `first_index` on. end_index: None until `Complete`."""
+    """One transfer.
+
+    block_ids: granted so far, from `first_index` on. end_index: None until `Complete`. failed: what has not landed will not
+    come. closed: nothing can write to the blocks any more.
+    """
 
     sender: WorkerEndpoint
     transport: str
@@ -181,7 +202,10 @@ class Receiver:
                 if transfer.closed:
                     return self._settle(transfer_id, transfer)
                 return [Tell(transfer.sender, Revoke(transfer_id, self.endpoint))]
-            case Closed():
+            case Closed():  # from a sender that does not know what its failed push may still write
+                transfer.closed |= not transfer.failed
+                return self._settle(transfer_id, transfer)
+            case Quiet():
                 transfer.closed = True
                 return self._settle(transfer_id, transfer)
 
@@ -233,9 +257,12 @@ class Receiver:
         return [Arrived(transfer_id, len(indexes)), *self._settle(transfer_id, transfer)]
 
     def _on_failed(self, transfer_id: str, transfer: Incoming) -> list[Instruction]:
-        first_time = not transfer.failed
-        transfer.failed = transfer.closed = True
-        told: list[Instruction] = [Failed(transfer_id)] if first_time else []
+        told: list[Instruction] = [] if transfer.failed else [Failed(transfer_id)]
+        if transfer.transport not in self.one_sided:
+            transfer.closed = True  # the channel has been dropped
+        elif not transfer.failed:
+            told.append(Quarantine(transfer_id, transfer.transport))
+        transfer.failed = True
         return told + self._settle(transfer_id, transfer)
 
     def _is_over(self, transfer: Incoming) -> bool:
@@ -243,6 +270,8 @@ class Receiver:
             return False
         if transfer.cancelled:
             return transfer.closed
+        if transfer.failed and not transfer.closed:
+            return False
         return transfer.end_index is not None and (transfer.failed or not transfer.lost_blocks())
 
     def _settle(self, transfer_id: str, transfer: Incoming) -> list[Instruction]:

@@ -35,6 +35,7 @@ class TorchTransport:
 
     name = "torch"
     one_sided = False
+    late_write_s = 0.0
 
     def __init__(self, worker_id: str, host: str, kv: KvLayers, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._kv = kv

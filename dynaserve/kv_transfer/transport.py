@@ -76,6 +76,8 @@ class Transport(Protocol):
 
     name: str
     one_sided: bool
+    late_write_s: float
+    """After a push has failed at the sender, for how long a running receiver may still see bytes of it written: 0 if two-sided."""
 
     def address(self) -> str:
         """What a peer must know to push into this worker's cache; an opaque string."""
