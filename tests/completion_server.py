@@ -45,6 +45,7 @@ class CompletionServer:
     url: str
     act: Act = field(default_factory=Act)
     models: list[str] = field(default_factory=lambda: ["toy"])
+    adapters: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
     gathered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,7 +63,8 @@ class CompletionServer:
         return app
 
     async def _list(self) -> dict[str, Any]:
-        return {"data": [{"id": name} for name in self.models]}
+        adapters = [{"id": name, "parent": self.models[0]} for name in self.adapters]
+        return {"data": [{"id": name} for name in self.models] + adapters}
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()

@@ -248,6 +248,12 @@ def test_the_model_must_be_named_where_there_are_several(bench: Bench) -> None:
     assert bench.server.bodies[-1]["model"] == "other"
 
 
+def test_adapters_of_the_one_model_do_not_count_as_models(bench: Bench) -> None:
+    bench.server.adapters += ["an-adapter"]
+    assert bench.replay().status == 0
+    assert {body["model"] for body in bench.server.bodies} == {"toy"}
+
+
 def test_the_key_is_sent_and_not_recorded(bench: Bench) -> None:
     assert bench.replay("--api-key", "secret").status == 0
     assert set(bench.server.authorizations) == {"Bearer secret"}

@@ -55,7 +55,7 @@ def base_url(url: str) -> str:
 
 
 async def find(http: httpx.AsyncClient, url: str, model: str | None, extra_body: dict[str, Any], probe: list[int]) -> Endpoint:
-    """Asks the server for its model, unless it is named, and tries one short request.
+    """Asks the server for its model (LoRA adapters have a `parent` and do not count), unless it is named, and tries a short request.
 
     probe: the prompt of that request; the ends of the vocabulary in it show that the server knows them. `extra_body` is not part of
     it, as its values may fit the lengths of the workload only. Raises ConfigError, with the server's own words, if it does not
@@ -90,8 +90,9 @@ async def _try(http: httpx.AsyncClient, endpoint: Endpoint, probe: list[int]) ->
 async def _only_model(http: httpx.AsyncClient, url: str) -> str:
     response = await http.get(f"{url}/v1/models", timeout=10)
     try:
-        names = [str(model["id"]) for model in response.raise_for_status().json()["data"]]
-    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+        models = response.raise_for_status().json()["data"]
+        names = [str(model["id"]) for model in models if model.get("parent") is None]
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{url}/v1/models does not list models (HTTP {response.status_code}): {response.text[:200]!r}; name one with --model"
         ) from error
