@@ -15,7 +15,7 @@ _LOAD_TIMEOUT_S = 120.0
 
 
 def adapter_id(name: str, path: str) -> int:
-    """From name and path, in [2^30, 2^31): vLLM counts adapters per server, and the wrong one would answer (DESIGN 5)."""
+    """From name and path, in [2^30, 2^31): vLLM counts adapters per server, and the wrong one would answer."""
     digest = hashlib.sha256(f"{name}\0{path}".encode()).digest()
     return 1 << 30 | int.from_bytes(digest[:4], "big") >> 2
 

@@ -15,7 +15,7 @@ class AlphaScheduler(Scheduler):
     """Mixin over vLLM's scheduler.
 
     A request that stands at its hand-off point stays in `running`, unscheduled: `_reserve_prefill_lookahead` is the last word
-    on a request's tokens in both scheduling loops (VLLM_FACTS 4.6).
+    on a request's tokens in both scheduling loops.
     """
 
     micro: MicroRequests
@@ -54,7 +54,7 @@ class AlphaScheduler(Scheduler):
         if micro is None or request is None or not micro.is_alpha or micro.parked or request.is_finished():
             return
         if micro.plan.hand_off_at == request.num_computed_tokens - request.num_in_flight_tokens:
-            self._inflight_prefills.discard(request)  # it needs no more blocks (VLLM_FACTS 4.6 c)
+            self._inflight_prefills.discard(request)  # it needs no more blocks
             self.micro.park(micro, now_s)
 
     # -- move, lift, release -------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """SLO-aware batches: before each step, how many tokens of prefill join the decodes (the paper's Algorithm 2).
 
-vLLM's own scheduler forms the batch; what it may take is set before (VLLM_FACTS 2.4): decodes stand first in `running`,
+vLLM's own scheduler forms the batch; what it may take is set before: decodes stand first in `running`,
 `max_num_scheduled_tokens` holds the decodes and the prefill budget, `max_num_active_reqs` how many requests may run.
 """
 

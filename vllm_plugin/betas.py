@@ -66,7 +66,7 @@ class BetaScheduler(Scheduler):
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = tokens
         self._inflight_prefills.add(request)
-        # allocate_slots returns without the externally computed blocks (VLLM_FACTS 11.3).
+        # allocate_slots returns without the externally computed blocks (kv_cache_manager.py).
         block_ids = self.kv_cache_manager.get_blocks(request.request_id).get_block_ids()[0]
         command = Reserve(plan.transfer_id, tuple(plan.senders), plan.transport, micro.first_index, tuple(block_ids[micro.first_index :]))
         self.micro.command(request.request_id, command)

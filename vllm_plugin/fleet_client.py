@@ -104,7 +104,7 @@ class Live:
 
 
 class FleetClient:
-    """Implements the part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use (VLLM_FACTS 6.1).
+    """Implements the part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use (core_client.py).
 
     All methods run in one event loop.
     """

@@ -113,7 +113,7 @@ def _layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> str:
 
 
 def _instruction_set(vllm_config: VllmConfig, cache: torch.Tensor) -> str:
-    """On CPU the order inside a block depends on it (VLLM_FACTS 3.5)."""
+    """On CPU the order inside a block depends on it (cpu_attn.py)."""
     if cache.device.type != "cpu":
         return str(cache.device.type)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

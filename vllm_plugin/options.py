@@ -55,7 +55,7 @@ class PluginOptions:
 
     @classmethod
     def from_config(cls, vllm_config: VllmConfig) -> PluginOptions:
-        """The child processes of an engine get its pickled config, not the command line (VLLM_FACTS 1.3)."""
+        """The child processes of an engine get its pickled config, not the command line."""
         stored: dict[str, Any] = vllm_config.additional_config[PLUGIN]
         return cls(**stored | {"transports": tuple(stored["transports"])})
 

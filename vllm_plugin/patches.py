@@ -83,7 +83,7 @@ def install_command_line() -> None:
     """Adds our options, and acts on `--plugin dynaserve`.
 
     Why: vLLM has no `--plugin` flag, and general plugins have no hook for options; `AsyncEngineArgs.add_cli_args` loads
-    plugins first and looks `EngineArgs.add_cli_args` up afterwards, so a wrapper installed here is used (VLLM_FACTS 1.3).
+    plugins first and looks `EngineArgs.add_cli_args` up afterwards, so a wrapper installed here is used.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -189,7 +189,7 @@ def install_engine_core_calls() -> None:
 
 
 def install_worker_patches() -> None:
-    """V1 model runner: a beta's output tokens, and generators on CPU. The V2 runner needs neither (VLLM_FACTS 4.2, 4.4)."""
+    """V1 model runner: a beta's output tokens, and generators on CPU. The V2 runner needs neither."""
     from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -259,7 +259,7 @@ def _with_discarded_generators(bookkeeping: Callable[..., Any]) -> Callable[...,
 
 
 def install_fleet_client(make_client: Callable[[Any], Any]) -> None:
-    """Puts our engine-core client under AsyncLLM, which has no parameter for one (VLLM_FACTS 6.1)."""
+    """Puts our engine-core client under AsyncLLM, which has no parameter for one."""
     from vllm.v1.engine.core_client import EngineCoreClient
 
     EngineCoreClient.make_async_mp_client = staticmethod(lambda **kwargs: make_client(kwargs["vllm_config"]))

@@ -39,7 +39,7 @@ EVENT_CARRIER = ""
 
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
-    """`--scheduler-cls`: the class must match the engine's mode, and vLLM does not check it (VLLM_FACTS 2.1)."""
+    """`--scheduler-cls`: the class must match the engine's mode, and vLLM does not check it."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     batching = (SloScheduler,) if PluginOptions.from_config(vllm_config).batching == "slo" else ()
     scheduler_class = type("DynaServeScheduler", (CutScheduler, *batching, base), {})
@@ -103,7 +103,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
     # -- every step ----------------------------------------------------------------------------------------------------
 
     def has_requests(self) -> bool:
-        """Whether a step would do anything; requests that wait for another instance do not count (DESIGN 3, waking up)."""
+        """Whether a step would do anything; requests that wait for another instance do not count (docs/kv_transfer.md, waking up)."""
         if self._alarm is None:
             return bool(super().has_requests())
         return (

@@ -1,0 +1,38 @@
+"""Which instances make a fleet together."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dynaserve.errors import ConfigError
+from dynaserve.fleet import Instance, check
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.messages import InstanceDescription, WorkerDescription
+from tests.test_request_placer import DESCRIPTION
+
+
+def describe(tensor_parallel_size: int = 1, kv_layout: str = "2 layers", **fields: object) -> InstanceDescription:
+    workers = [WorkerDescription(WorkerEndpoint(f"w{i}", "tcp://h", {}), kv_layout, 1024) for i in range(tensor_parallel_size)]
+    return msgspec.structs.replace(DESCRIPTION, tensor_parallel_size=tensor_parallel_size, workers=workers, **fields)
+
+
+FIRST = Instance("http://a", describe())
+
+
+def test_equal_instances_fit_together() -> None:
+    check(Instance("http://b", describe(instance_epoch="another", gateway="tcp://127.0.0.1:2", num_blocks=7)), FIRST)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (describe(tensor_parallel_size=2), "tensor_parallel_size differs: http://a has 1, http://b has 2"),
+        (describe(dtype="bfloat16"), "dtype differs: http://a has float32, http://b has bfloat16"),
+        (describe(kv_layout="3 layers"), "KV layout differs: http://a has 2 layers; http://b has 3 layers"),
+        (describe(protocol_version=99), "instance http://b speaks protocol 99, this front-end 2"),
+    ],
+)
+def test_one_that_does_not_fit_is_refused_with_both_values(other: InstanceDescription, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(Instance("http://b", other), FIRST)
