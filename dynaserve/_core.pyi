@@ -416,6 +416,8 @@ class Policy(enum.Enum):
 
     paper = 4
 
+    exhaustive = 5
+
 class InstanceState:
     """What an instance reports about itself."""
 
@@ -570,7 +572,7 @@ class Placement:
 class Options:
     """The policy, and what only some policies read."""
 
-    def __init__(self, policy: Policy, ratio: float = 0.5, *, prefill_instances: int = 0, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, tolerance_ms: float = 5.0) -> None: ...
+    def __init__(self, policy: Policy, ratio: float = 0.5, *, prefill_instances: int = 0, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, tolerance_ms: float = 5.0, gathering: int | None = None, stride_tokens: int = 16) -> None: ...
 
     @property
     def policy(self) -> Policy: ...
@@ -589,6 +591,12 @@ class Options:
 
     @property
     def tolerance_ms(self) -> float: ...
+
+    @property
+    def gathering(self) -> int | None: ...
+
+    @property
+    def stride_tokens(self) -> int: ...
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -848,7 +856,7 @@ class SimulatedRequest:
 class SimulationOptions:
     """A simulated fleet."""
 
-    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, step_sigma: float, tbt_slo_ms: float, seed: int) -> None: ...
+    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, step_sigma: float, tbt_slo_ms: float, seed: int) -> None: ...
 
 class SimulatedOutcome:
     """What became of a request; absolute times."""
@@ -867,6 +875,9 @@ class SimulatedOutcome:
 
     @property
     def split_token(self) -> int: ...
+
+    @property
+    def hand_off_wait_ms(self) -> float: ...
 
 class InstanceUse:
     """What an instance did in all."""

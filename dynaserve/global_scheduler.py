@@ -61,7 +61,7 @@ def parse_policy(text: str, num_instances: int | None = None) -> Options:
 
 def predicts(policy: Policy) -> bool:
     """Whether the policy needs a latency profile."""
-    return policy in (Policy.dynamic, Policy.paper)
+    return policy in (Policy.dynamic, Policy.paper, Policy.exhaustive)
 
 
 def _is_ratio(text: str) -> bool:

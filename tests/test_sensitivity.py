@@ -17,7 +17,7 @@ def test_a_sweep_writes_a_table_and_a_plot(tmp_path: Path) -> None:
     sensitivity.main(["chunk", "--output", str(tmp_path / "chunk"), "--", *SAMPLE])
     with (tmp_path / "chunk.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 3 * 6
+    assert len(rows) == 5 * 6
     assert (tmp_path / "chunk.png").read_bytes().startswith(b"\x89PNG")
     assert all(float(row["least_per_s"]) <= float(row["capacity_per_s"]) <= float(row["most_per_s"]) for row in rows)
 

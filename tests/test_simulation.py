@@ -44,15 +44,20 @@ def run(
     sigma: float = 0.0,
     seed: int = 1,
     tbt_slo_ms: float = math.inf,
+    kv_token_ms: float = 0.0,
+    streams_kv: bool = True,
+    expected: int | None = None,
 ) -> SimulationResult:
     """requests: arrival in ms, prompt and output tokens. placement None: in turns, whole."""
-    rows = [SimulatedRequest(at_ms, prompt, output, output) for at_ms, prompt, output in requests]
+    rows = [SimulatedRequest(at_ms, prompt, output, expected or output) for at_ms, prompt, output in requests]
     options = SimulationOptions(
         instances=instances,
         round_robin=placement is None,
         placement=placement or Options(Policy.colocated),
         engine=instance or engine(),
         hand_off_ms=2.0,
+        kv_token_ms=kv_token_ms,
+        streams_kv=streams_kv,
         step_sigma=sigma,
         tbt_slo_ms=tbt_slo_ms,
         seed=seed,
@@ -91,6 +96,37 @@ def test_a_cut_inside_the_prompt_leaves_the_first_token_to_the_second_instance()
     assert [use.tokens for use in result.uses] == [50, 150]
 
 
+HALF = Options(Policy.fixed, 0.5)
+HALF_AT_PROMPT = Options(Policy.disaggregated, prefill_instances=1)
+
+
+@pytest.mark.parametrize(("streams_kv", "wait_ms"), [(True, 90.0), (False, 100.0)])
+def test_full_blocks_leave_while_alpha_computes_and_the_last_one_is_waited_for(streams_kv: bool, wait_ms: float) -> None:
+    # 48 of 50 tokens leave after the first step of 10 ms, and arrive at 58 ms; the other 52 follow until 110 ms.
+    result = run([(0.0, 100, 101)], engine(chunk=50), HALF, instances=2, kv_token_ms=1.0, streams_kv=streams_kv)
+    (outcome,) = result.outcomes
+    assert outcome.hand_off_wait_ms == pytest.approx(wait_ms)
+    assert outcome.longest_gap_ms == pytest.approx(wait_ms + 2 + 10)
+
+
+def test_two_transfers_share_the_link_into_an_instance() -> None:
+    # Both alphas run on the first two instances, in one step; both betas on the third.
+    result = run([(0.0, 100, 2), (0.0, 100, 2)], placement=Options(Policy.disaggregated, prefill_instances=2), instances=3, kv_token_ms=1.0)
+    assert [outcome.hand_off_wait_ms for outcome in result.outcomes] == pytest.approx([100.0, 200.0])
+
+
+def test_alpha_keeps_its_memory_until_its_kv_has_arrived() -> None:
+    # The second prompt does not fit beside the first one, which is there until 110 ms.
+    first, second = run([(0.0, 100, 10), (1.0, 100, 10)], engine(kv=150), HALF_AT_PROMPT, instances=2, kv_token_ms=1.0).outcomes
+    assert first.first_token_ms == pytest.approx(10.0)
+    assert second.first_token_ms == pytest.approx(112.0 + 10.0)
+
+
+def test_an_answer_longer_than_expected_goes_on_where_it_is() -> None:
+    (outcome,) = run([(0.0, 100, 50)], placement=Options(Policy.dynamic), instances=2, expected=5).outcomes
+    assert outcome.end_ms == pytest.approx(10.0 * 50)
+
+
 def test_disaggregation_prefills_here_and_decodes_there() -> None:
     requests = [(7.0 * number, 50 + number, 20) for number in range(40)]
     result = run(requests, placement=Options(Policy.disaggregated), instances=2)
@@ -117,15 +153,26 @@ requests_of = st.lists(st.tuples(st.floats(0, 500), st.integers(1, 300), st.inte
 @settings(max_examples=60, deadline=None)
 @given(
     drawn=requests_of,
-    policy=st.sampled_from([None, Options(Policy.colocated), Options(Policy.disaggregated), Options(Policy.fixed, 0.7)]),
+    policy=st.sampled_from(
+        [None, *map(Options, (Policy.colocated, Policy.disaggregated, Policy.dynamic, Policy.paper)), Options(Policy.fixed, 0.7)]
+    ),
     batching=st.sampled_from([Batching.fixed_chunk, Batching.slo]),
     instances=st.integers(1, 4),
+    kv_token_ms=st.sampled_from([0.0, 0.1, 2.0]),
+    expected=st.sampled_from([None, 1, 20]),
 )
 def test_every_token_is_computed_once_where_memory_is_plenty(
-    drawn: list[tuple[float, int, int]], policy: Options | None, batching: Batching, instances: int
+    drawn: list[tuple[float, int, int]],
+    policy: Options | None,
+    batching: Batching,
+    instances: int,
+    kv_token_ms: float,
+    expected: int | None,
 ) -> None:
     requests = sorted(drawn)
-    result = run(requests, engine(batching, chunk=128, slo_ms=40.0), policy, instances=instances, roofline="5,0.1,8,0,0.1,0")
+    setting = engine(batching, chunk=128, slo_ms=40.0)
+    roofline = "5,0.1,8,0,0.1,0"
+    result = run(requests, setting, policy, instances=instances, roofline=roofline, kv_token_ms=kv_token_ms, expected=expected)
     assert sum(use.tokens for use in result.uses) == sum(prompt + output - 1 for _, prompt, output in requests)
     assert sum(result.gap_counts) == sum(output - 1 for _, _, output in requests)
     for (at_ms, _, _), outcome in zip(requests, result.outcomes, strict=True):
@@ -133,10 +180,17 @@ def test_every_token_is_computed_once_where_memory_is_plenty(
 
 
 @settings(max_examples=60, deadline=None)
-@given(drawn=requests_of, batching=st.sampled_from([Batching.fixed_chunk, Batching.slo]))
-def test_memory_is_never_exceeded_and_everyone_finishes(drawn: list[tuple[float, int, int]], batching: Batching) -> None:
+@given(
+    drawn=requests_of,
+    batching=st.sampled_from([Batching.fixed_chunk, Batching.slo]),
+    policy=st.sampled_from([None, Options(Policy.disaggregated), Options(Policy.fixed, 0.7)]),
+)
+def test_memory_is_never_exceeded_and_everyone_finishes(
+    drawn: list[tuple[float, int, int]], batching: Batching, policy: Options | None
+) -> None:
     requests = sorted(drawn)
-    result = run(requests, engine(batching, chunk=64, kv=400, slo_ms=40.0), roofline="5,0.1,8,0,0.1,0")
+    setting = engine(batching, chunk=64, kv=400, slo_ms=40.0)
+    result = run(requests, setting, policy, instances=2, roofline="5,0.1,8,0,0.1,0", kv_token_ms=0.5)
     assert all(use.most_kv_tokens <= 400 for use in result.uses)
     assert sum(result.gap_counts) == sum(output - 1 for _, _, output in requests)
 
@@ -224,6 +278,8 @@ def test_a_grid_of_measured_steps_is_learnt(tmp_path: Path) -> None:
     [
         (("--gpu-grid", "nosuch.csv"), "not 2 of them"),
         (("--policy", "best"), "policy is 'best'"),
+        (("--policy", "dynamic:gather=2"), "at most 1 can gather"),
+        (("--expect", "lognormal"), "--expect is 'lognormal'"),
         (("--layers", "4"), "are needed together"),
         (("--roofline", "1,2"), "--roofline '1,2' is not"),
         (("--kv-tokens", "10"), "never fits into 10 tokens"),

@@ -159,7 +159,12 @@ def test_the_sample_comes_with_the_package() -> None:
     assert max(request.total_tokens for request in sample.requests) <= 1800
 
 
-@pytest.mark.parametrize("name", ["fixed:512", "fixed:0,1", "fixed:5,-1", "fixed:", "nosuch", "azure-code"])
+def test_answers_of_a_normal_workload_have_its_mean_and_deviation() -> None:
+    outputs = np.array([row.output_tokens for row in catalog.load("normal:219,1467,50").requests])
+    assert (outputs.mean(), outputs.std()) == pytest.approx((1467, 50), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["normal:1,2", "normal:1,2,-1", "fixed:512", "fixed:0,1", "fixed:5,-1", "fixed:", "nosuch", "azure-code"])
 def test_a_name_that_is_not_in_the_catalogue_is_refused(name: str) -> None:
     with pytest.raises(WorkloadError, match=name):
         catalog.load(name)

@@ -33,6 +33,7 @@ MINI_REASONING = JointLengths(LogNormal.of_mean(219, 0.6, 8, 2048), LogNormal.of
 NAMES = (
     "sample",
     "fixed:PROMPT,OUTPUT",
+    "normal:PROMPT,OUTPUT,SIGMA",
     "file:PATH",
     *(f"{kind}:PATH" for kind in formats.FORMATS),
     "fitted:NAME",
@@ -60,6 +61,8 @@ def load(name: str, traces: Path | None = None, tokenizer: Path | None = None) -
     kind, colon, rest = name.partition(":")
     if colon and kind == "fixed":
         return Workload(name, (_fixed(name, rest),), endless=True)
+    if colon and kind == "normal":
+        return _normal(name, rest)
     if colon and kind == "file":
         return Workload(name, tuple(trace.read(Path(rest))))
     if colon and kind in formats.FORMATS:
@@ -150,3 +153,15 @@ def _fixed(name: str, lengths: str) -> TraceRequest:
     if match is None:
         raise WorkloadError(f"workload {name!r} is not fixed:PROMPT,OUTPUT with two token counts of at least 1, as fixed:512,64")
     return TraceRequest(None, int(match[1]), int(match[2]))
+
+
+def _normal(name: str, lengths: str) -> Workload:
+    """One prompt length; answers drawn from a normal distribution, rounded, at least one token."""
+    match = re.fullmatch(r"([1-9][0-9]*),([1-9][0-9]*),([0-9]+(?:\.[0-9]+)?)", lengths, re.ASCII)
+    if match is None:
+        raise WorkloadError(
+            f"workload {name!r} is not normal:PROMPT,OUTPUT,SIGMA with two token counts of at least 1, as normal:219,1467,50"
+        )
+    outputs = np.random.default_rng(0).normal(int(match[2]), float(match[3]), GENERATED_REQUESTS)
+    requests = (TraceRequest(None, int(match[1]), max(1, round(output))) for output in outputs.tolist())
+    return Workload(name, tuple(requests), endless=True)

@@ -4,7 +4,7 @@
         --roofline 10,0.2,16,0.00002,0.2,0.0005 --workload sample --rate 4 --requests 300
 
 What follows `--` are options of `dynaserve simulate`. Each line of the plot is a system: round robin over vLLM's fixed chunks (2048
-unless the sweep is over chunks), round robin over SLO-aware batches, disaggregation.
+unless the sweep is over chunks), round robin over SLO-aware batches, disaggregation, and the two policies that predict.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ SWEEPS = {
     "instances": ("--instances", ("2", "4", "8", "16", "32")),
     "burstiness": ("--arrivals", ("gamma:0.5", "poisson", "gamma:2", "gamma:4")),
     "hand-off": ("--hand-off-ms", ("1", "10", "50", "200")),
+    "kv-bandwidth": ("--kv-gbytes-per-s", ("0.25", "0.5", "1", "2", "5", "25")),
+    "kv-transfer": ("--kv-transfer", ("blocks", "end")),
+    "length-error": ("--expect", ("exact", "lognormal:0.2", "lognormal:0.5", "lognormal:1", "mean")),
 }
 """The option of `dynaserve simulate` that is swept, and its values."""
 SYSTEMS = {
     "fixed chunk": ("--policy", "round-robin"),
     "SLO-aware": ("--policy", "round-robin", "--batching", "slo"),
     "disaggregated": ("--policy", "disaggregated"),
+    "dynamic": ("--policy", "dynamic", "--batching", "slo"),
+    "paper": ("--policy", "paper", "--batching", "slo"),
 }
 
 Row = tuple[str, str, float, float, float]

@@ -40,7 +40,8 @@ void BindEnums(nb::module_& m) {
       .value("disaggregated", Policy::kDisaggregated)
       .value("fixed", Policy::kFixed)
       .value("dynamic", Policy::kDynamic)
-      .value("paper", Policy::kPaper);
+      .value("paper", Policy::kPaper)
+      .value("exhaustive", Policy::kExhaustive);
 }
 
 void BindValues(nb::module_& m) {
@@ -117,18 +118,22 @@ void BindValues(nb::module_& m) {
   const Options usual;
   nb::class_<Options> options(m, "Options", "The policy, and what only some policies read.");
   options
-      .def(nb::init<Policy, double, std::int64_t, double, double, double>(), "policy"_a,
-           "ratio"_a = usual.ratio, nb::kw_only(), "prefill_instances"_a = usual.prefill_instances,
-           "hand_off_ms"_a = usual.hand_off_ms, "kv_token_ms"_a = usual.kv_token_ms,
-           "tolerance_ms"_a = usual.tolerance_ms)
+      .def(nb::init<Policy, double, std::int64_t, double, double, double,
+                    std::optional<std::int64_t>, std::int64_t>(),
+           "policy"_a, "ratio"_a = usual.ratio, nb::kw_only(),
+           "prefill_instances"_a = usual.prefill_instances, "hand_off_ms"_a = usual.hand_off_ms,
+           "kv_token_ms"_a = usual.kv_token_ms, "tolerance_ms"_a = usual.tolerance_ms,
+           "gathering"_a = usual.gathering, "stride_tokens"_a = usual.stride_tokens)
       .def_ro("policy", &Options::policy)
       .def_ro("ratio", &Options::ratio)
       .def_ro("prefill_instances", &Options::prefill_instances)
       .def_ro("hand_off_ms", &Options::hand_off_ms)
       .def_ro("kv_token_ms", &Options::kv_token_ms)
-      .def_ro("tolerance_ms", &Options::tolerance_ms);
+      .def_ro("tolerance_ms", &Options::tolerance_ms)
+      .def_ro("gathering", &Options::gathering)
+      .def_ro("stride_tokens", &Options::stride_tokens);
   AsValue(options, "policy", "ratio", "prefill_instances", "hand_off_ms", "kv_token_ms",
-          "tolerance_ms");
+          "tolerance_ms", "gathering", "stride_tokens");
 
   nb::class_<Progress> progress(m, "Progress",
                                 "How far a request is on an instance, as far as the caller knows.");

@@ -26,18 +26,22 @@ void BindSimulator(nb::module_& m) {
       .def(nb::init<double, std::int64_t, std::int64_t, std::int64_t>(), "arrival_ms"_a,
            "prompt_tokens"_a, "output_tokens"_a, "expected_output_tokens"_a);
 
+  const SimulationOptions usual;
   nb::class_<SimulationOptions>(m, "SimulationOptions", "A simulated fleet.")
-      .def(nb::init<std::int64_t, bool, Options, EngineOptions, double, double, double,
-                    std::uint64_t>(),
+      .def(nb::init<std::int64_t, bool, Options, EngineOptions, double, double, std::int64_t, bool,
+                    double, double, double, std::uint64_t>(),
            nb::kw_only(), "instances"_a, "round_robin"_a, "placement"_a, "engine"_a,
-           "hand_off_ms"_a, "step_sigma"_a, "tbt_slo_ms"_a, "seed"_a);
+           "hand_off_ms"_a, "kv_token_ms"_a = usual.kv_token_ms,
+           "kv_block_tokens"_a = usual.kv_block_tokens, "streams_kv"_a = usual.streams_kv,
+           "report_every_ms"_a = usual.report_every_ms, "step_sigma"_a, "tbt_slo_ms"_a, "seed"_a);
 
   nb::class_<SimulatedOutcome>(m, "SimulatedOutcome", "What became of a request; absolute times.")
       .def_ro("first_token_ms", &SimulatedOutcome::first_token_ms)
       .def_ro("end_ms", &SimulatedOutcome::end_ms)
       .def_ro("longest_gap_ms", &SimulatedOutcome::longest_gap_ms)
       .def_ro("late_gaps", &SimulatedOutcome::late_gaps)
-      .def_ro("split_token", &SimulatedOutcome::split_token);
+      .def_ro("split_token", &SimulatedOutcome::split_token)
+      .def_ro("hand_off_wait_ms", &SimulatedOutcome::hand_off_wait_ms);
 
   nb::class_<InstanceUse>(m, "InstanceUse", "What an instance did in all.")
       .def_ro("steps", &InstanceUse::steps)

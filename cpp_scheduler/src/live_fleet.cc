@@ -4,6 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "dynaserve/exhaustive_search.h"
 #include "dynaserve/paper_search.h"
 
 namespace dynaserve {
@@ -98,6 +99,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
         std::max<std::int64_t>(1, std::llround(recent_prompt_tokens_ / recent_arrivals_));
   }
   plan_ = PlanFleet(table_, order.front().instance->limits, demand, plan_.gathering);
+  if (options_.gathering) plan_.gathering = *options_.gathering;
   std::stable_sort(order.begin(), order.end(), [](const Gatherer& a, const Gatherer& b) {
     if (a.instance->gathers != b.instance->gathers) return a.instance->gathers;
     return a.decodes > b.decodes;
@@ -139,7 +141,10 @@ Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
   const double rate = plan_.prefill_rate;
   options.prefill_pressure =
       rate > 0.0 ? std::min(1.0, recent_prompt_tokens_ / kRecentMs / rate) : 1.0;
-  const Choice choice = search_.Find(candidates_, wanted, options, now_ms);
+  const Choice choice =
+      options_.policy == Policy::kExhaustive
+          ? FindExhaustively(search_, candidates_, wanted, options, options_.stride_tokens, now_ms)
+          : search_.Find(candidates_, wanted, options, now_ms);
 
   Prediction prediction;
   prediction.ttft_ms = choice.outcome.ttft_ms;

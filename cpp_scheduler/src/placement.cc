@@ -43,6 +43,7 @@ std::optional<std::int64_t> PolicySplit(const Options& options, const RequestSpe
       return std::llround(options.ratio * static_cast<double>(ExpectedEnd(request)));
     case Policy::kDynamic:
     case Policy::kPaper:
+    case Policy::kExhaustive:
       return std::nullopt;
   }
   return std::nullopt;

@@ -34,6 +34,10 @@ const Options& Validated(const Options& options) {
   check("hand_off_ms", options.hand_off_ms);
   check("kv_token_ms", options.kv_token_ms);
   check("tolerance_ms", options.tolerance_ms);
+  check("gathering", static_cast<double>(options.gathering.value_or(0)));
+  if (options.stride_tokens < 1) {
+    Refuse("stride_tokens is ", options.stride_tokens, "; it must be at least 1");
+  }
   return options;
 }
 

@@ -56,6 +56,7 @@ double SimulatedInstance::BeginStep(double now_ms) {
       Spend(Budget());
       if (step_tokens_ > 0) break;
     }
+    if (running_.empty() && kept_kv_ > 0) return 0.0;
     Preempt();
   }
   stepping_ = true;
@@ -158,6 +159,12 @@ void SimulatedInstance::Preempt() {
   ++use_.preemptions;
 }
 
+void SimulatedInstance::ReleaseKv(std::int64_t tokens) {
+  assert(tokens <= kept_kv_);
+  kept_kv_ -= tokens;
+  kv_used_ -= tokens;
+}
+
 void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepResult>& results) {
   stepping_ = false;
   kv_used_ += step_tokens_;
@@ -181,7 +188,11 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
       }
       results.push_back(result);
       if (result.ended) {
-        kv_used_ -= sequence.computed;
+        if (sequence.keeps_kv) {
+          kept_kv_ += sequence.computed;
+        } else {
+          kv_used_ -= sequence.computed;
+        }
         continue;
       }
     }

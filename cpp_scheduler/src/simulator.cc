@@ -18,6 +18,7 @@ namespace {
 constexpr double kLeastGapMs = 0.1;
 constexpr double kGapGrowth = 1.005;
 constexpr std::size_t kGapBins = 4000;
+constexpr std::int64_t kOutlivedTokens = 20;  // the paper's prediction margin (section 5)
 
 struct Event {
   double at_ms;
@@ -25,6 +26,7 @@ struct Event {
   std::uint32_t instance;
   bool is_hand_off;
   SimulatedSequence beta;
+  std::uint32_t from;  // where alpha ran
 
   bool operator>(const Event& other) const {
     return at_ms != other.at_ms ? at_ms > other.at_ms : order > other.order;
@@ -48,9 +50,12 @@ class Simulation {
              const SimulationOptions& options)
       : requests_(requests),
         options_(options),
+        predicts_(!options.round_robin && Predicts(options.placement.policy)),
         scheduler_(options.placement, Predicts(options.placement.policy) ? &table : nullptr),
         random_(options.seed),
         betas_(requests.size(), kNowhere),
+        sent_tokens_(requests.size(), 0),
+        arrived_ms_(requests.size(), 0.0),
         last_token_ms_(requests.size(), -1.0) {
     result_.outcomes.resize(requests.size());
     result_.gap_counts.resize(kGapBins, 0);
@@ -61,7 +66,12 @@ class Simulation {
       scheduler_.Observe({id, true, LimitsOf(options.engine)});
       instances_.emplace_back(table, options.engine);
       step_ms_.push_back(0.0);
+      ids_.emplace_back(id);
     }
+    const std::size_t count = instances_.size();
+    out_free_ms_.resize(count, 0.0);
+    in_free_ms_.resize(count, 0.0);
+    reported_ms_.resize(count, 0.0);
   }
 
   SimulationResult Run() {
@@ -78,6 +88,8 @@ class Simulation {
       now_ms_ = event.at_ms;
       if (event.is_hand_off) {
         instances_[event.instance].Add(event.beta);
+        instances_[event.from].ReleaseKv(event.beta.computed);
+        Wake(event.from);
       } else {
         EndStep(event.instance);
       }
@@ -95,8 +107,8 @@ class Simulation {
     const SimulatedRequest& request = requests_[number];
     now_ms_ = request.arrival_ms;
     const std::int64_t last = request.prompt_tokens + request.output_tokens - 1;
-    SimulatedSequence alpha{number, false, request.prompt_tokens, 0, request.prompt_tokens,
-                            last,   0.0};
+    SimulatedSequence alpha{number, false, request.prompt_tokens, 0, request.prompt_tokens, last,
+                            0.0,    false};
     std::uint32_t at = number % static_cast<std::uint32_t>(options_.instances);
     if (!options_.round_robin) {
       RequestSpec spec;
@@ -111,6 +123,7 @@ class Simulation {
       // A cut past the end that only the prediction has is no cut.
       if (placement->beta && placement->split_token() < last) {
         alpha.end = placement->split_token();
+        alpha.keeps_kv = true;
         betas_[number] = index_.at(placement->beta->instance_id);
         result_.outcomes[number].split_token = alpha.end;
       }
@@ -125,31 +138,76 @@ class Simulation {
     const double predicted_ms = instance.BeginStep(now_ms_);
     if (predicted_ms <= 0.0) return;
     step_ms_[at] = predicted_ms * std::exp(options_.step_sigma * Normal());
-    events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}});
+    events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}, at});
   }
 
   void EndStep(std::uint32_t at) {
     results_.clear();
+    if (predicts_) {
+      scheduler_.ObserveStep(ids_[at], instances_[at].shape(), step_ms_[at], now_ms_);
+    }
     instances_[at].EndStep(now_ms_, step_ms_[at], results_);
     for (const StepResult& result : results_) {
       const std::uint32_t number = result.sequence.request;
       if (result.sampled) Token(number);
+      if (IsAlphaOfTwo(result.sequence)) Send(at, result);
       if (!result.ended) continue;
-      if (!result.sequence.is_beta && betas_[number] != kNowhere) {
-        HandOff(result.sequence);
+      if (IsAlphaOfTwo(result.sequence)) {
+        HandOff(at, result.sequence);
       } else {
         result_.outcomes[number].end_ms = now_ms_;
         if (!options_.round_robin) scheduler_.Finish(std::to_string(number), now_ms_);
       }
     }
+    if (predicts_) Report(at);
   }
 
-  void HandOff(SimulatedSequence sequence) {
-    const SimulatedRequest& request = requests_[sequence.request];
+  bool IsAlphaOfTwo(const SimulatedSequence& sequence) const {
+    return !sequence.is_beta && betas_[sequence.request] != kNowhere;
+  }
+
+  // What has been sent stays sent, also when alpha computes its KV again.
+  void Send(std::uint32_t from, const StepResult& result) {
+    const std::uint32_t number = result.sequence.request;
+    std::int64_t until = result.sequence.computed;
+    if (!result.ended) {
+      until = options_.streams_kv ? until / options_.kv_block_tokens * options_.kv_block_tokens : 0;
+    }
+    if (until <= sent_tokens_[number]) return;
+    double& out_free_ms = out_free_ms_[from];
+    double& in_free_ms = in_free_ms_[betas_[number]];
+    const double start_ms = std::max({now_ms_, out_free_ms, in_free_ms});
+    const double end_ms =
+        start_ms + options_.kv_token_ms * static_cast<double>(until - sent_tokens_[number]);
+    out_free_ms = in_free_ms = arrived_ms_[number] = end_ms;
+    sent_tokens_[number] = until;
+  }
+
+  void HandOff(std::uint32_t from, SimulatedSequence sequence) {
+    const std::uint32_t number = sequence.request;
+    const SimulatedRequest& request = requests_[number];
     sequence.is_beta = true;
+    sequence.keeps_kv = false;
     sequence.end = request.prompt_tokens + request.output_tokens - 1;
-    events_.push(
-        {now_ms_ + options_.hand_off_ms, order_++, betas_[sequence.request], true, sequence});
+    const double there_ms = std::max(now_ms_, arrived_ms_[number]);
+    result_.outcomes[number].hand_off_wait_ms = there_ms - now_ms_;
+    events_.push({there_ms + options_.hand_off_ms, order_++, betas_[number], true, sequence, from});
+  }
+
+  // As the front-end does: of requests that emit tokens, since how far a prompt is only its
+  // instance knows.  An answer that has outlived its expected length is expected to go on a little.
+  void Report(std::uint32_t at) {
+    if (now_ms_ - reported_ms_[at] < options_.report_every_ms) return;
+    reported_ms_[at] = now_ms_;
+    progress_.clear();
+    for (const SimulatedSequence& sequence : instances_[at].running()) {
+      if (sequence.known <= sequence.prompt) continue;
+      const std::int64_t emitted = sequence.known - sequence.prompt;
+      const std::int64_t expected = requests_[sequence.request].expected_output_tokens;
+      progress_.push_back({std::to_string(sequence.request), sequence.computed,
+                           expected > emitted ? expected : emitted + kOutlivedTokens});
+    }
+    scheduler_.Report(ids_[at], progress_, now_ms_);
   }
 
   void Token(std::uint32_t number) {
@@ -177,6 +235,7 @@ class Simulation {
 
   const std::span<const SimulatedRequest> requests_;
   const SimulationOptions options_;
+  const bool predicts_;
   const double log_growth_ = std::log(kGapGrowth);
   Scheduler scheduler_;
   std::mt19937_64 random_;
@@ -184,7 +243,14 @@ class Simulation {
   std::vector<SimulatedInstance> instances_;
   std::vector<double> step_ms_;
   std::vector<std::uint32_t> betas_;
+  std::vector<std::int64_t> sent_tokens_;  // of KV, by request
+  std::vector<double> arrived_ms_;         // the last of it, by request
   std::vector<double> last_token_ms_;
+  std::vector<InstanceId> ids_;
+  std::vector<double> out_free_ms_;
+  std::vector<double> in_free_ms_;
+  std::vector<double> reported_ms_;
+  std::vector<Progress> progress_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::uint64_t order_ = 0;
   double now_ms_ = 0.0;
@@ -208,6 +274,13 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
         "instances is " + std::to_string(options.instances) + "; it must be in [1, 100000]");
   Check(options.hand_off_ms >= 0.0 && std::isfinite(options.hand_off_ms),
         "hand_off_ms is " + std::to_string(options.hand_off_ms) + "; it must not be negative");
+  Check(options.kv_token_ms >= 0.0 && std::isfinite(options.kv_token_ms),
+        "kv_token_ms is " + std::to_string(options.kv_token_ms) + "; it must not be negative");
+  Check(
+      options.kv_block_tokens >= 1,
+      "kv_block_tokens is " + std::to_string(options.kv_block_tokens) + "; it must be at least 1");
+  Check(options.report_every_ms > 0.0,
+        "report_every_ms is " + std::to_string(options.report_every_ms) + "; it must be above 0");
   Check(options.step_sigma >= 0.0 && std::isfinite(options.step_sigma),
         "step_sigma is " + std::to_string(options.step_sigma) + "; it must not be negative");
   double before_ms = 0.0;

@@ -50,6 +50,7 @@ struct SimulatedSequence {
   std::int64_t known = 0;
   std::int64_t end = 0;
   double last_token_ms = 0.0;  // of its last output token; read once it has known > prompt
+  bool keeps_kv = false;       // when it ends, until ReleaseKv()
 
   std::int64_t missing() const { return known - computed; }
   bool decodes() const { return known > prompt && missing() == 1; }
@@ -81,9 +82,13 @@ class SimulatedInstance {
   // Puts a sequence at the end of the queue.  Throws std::invalid_argument if it can never fit.
   void Add(const SimulatedSequence& sequence);
 
-  // Forms the next step and returns its predicted latency; 0: there is nothing to run.
+  // Forms the next step and returns its predicted latency; 0: there is nothing to run, or nothing
+  // can run before KV is released.
   // Requires that the step before it was ended.
   double BeginStep(double now_ms);
+
+  // Frees KV that an ended sequence has kept.  Requires that it has kept as much.
+  void ReleaseKv(std::int64_t tokens);
 
   // Ends the step that was begun, `step_ms` later, at `now_ms`.  What was part of it is appended.
   void EndStep(double now_ms, double step_ms, std::vector<StepResult>& results);
@@ -91,6 +96,8 @@ class SimulatedInstance {
   bool stepping() const { return stepping_; }
   bool idle() const { return running_.empty() && waiting_.empty(); }
   std::int64_t kv_tokens() const { return kv_used_; }
+  const std::vector<SimulatedSequence>& running() const { return running_; }
+  const BatchShape& shape() const { return shape_; }  // of the step under way, or the last one
   const InstanceUse& use() const { return use_; }
 
  private:
@@ -106,7 +113,8 @@ class SimulatedInstance {
 
   std::deque<SimulatedSequence> waiting_;
   std::vector<SimulatedSequence> running_;  // in order of admission
-  std::int64_t kv_used_ = 0;
+  std::int64_t kv_used_ = 0;                // kept_kv_ included
+  std::int64_t kept_kv_ = 0;
   bool stepping_ = false;
   bool preempted_ = false;  // while this step was formed
   InstanceUse use_;

@@ -1,9 +1,16 @@
 // A discrete-event simulation of a fleet on a virtual clock, over the core that serves: placements
 // by Scheduler, batches by batch_rule.h, latencies by a ProfileTable.
 //
-// What is not modelled: transfer bandwidth (KV arrives `hand_off_ms` after alpha's end, whatever
-// its size), prefix caches, and the front-end's own time.  The latency of a step is the table's
-// times a log-normal factor.
+// What is not modelled: prefix caches and the front-end's own time.  The latency of a step is the
+// table's times a log-normal factor.
+//
+// Each instance has one link out and one in.  A transfer of KV holds alpha's link out and beta's
+// link in, first come, first served, for as long as its tokens take; blocks that one step has
+// filled leave together at its end, the last one when alpha ends.  beta is ready `hand_off_ms`
+// after the later of alpha's end and the last arrival; until then alpha's KV stays where it is.
+//
+// The schedulers learn what a front-end learns: measured steps, and every `report_every_ms` how far
+// the requests are that emit tokens.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +28,7 @@ struct SimulatedRequest {
   double arrival_ms = 0.0;
   std::int64_t prompt_tokens = 0;
   std::int64_t output_tokens = 0;
-  std::int64_t expected_output_tokens = 0;
+  std::int64_t expected_output_tokens = 0;  // all that policies know of the answer's length
 };
 
 struct SimulationOptions {
@@ -31,7 +38,11 @@ struct SimulationOptions {
   Options placement;
   EngineOptions engine;
   double hand_off_ms = 2.0;
-  double step_sigma = 0.0;  // of the logarithm of a step's latency
+  double kv_token_ms = 0.0;           // on a link; 0: bandwidth is no limit
+  std::int64_t kv_block_tokens = 16;  // tokens that leave together
+  bool streams_kv = true;             // false: all KV leaves at alpha's end
+  double report_every_ms = 200.0;     // infinity: never
+  double step_sigma = 0.0;            // of the logarithm of a step's latency
   double tbt_slo_ms = std::numeric_limits<double>::infinity();  // what a late gap is
   std::uint64_t seed = 1;
 };
@@ -43,6 +54,7 @@ struct SimulatedOutcome {
   double longest_gap_ms = 0.0;
   std::int64_t late_gaps = 0;
   std::int64_t split_token = 0;
+  double hand_off_wait_ms = 0.0;  // from alpha's end until all KV is there, without hand_off_ms
 };
 
 struct SimulationResult {

@@ -98,11 +98,12 @@ enum class Policy {
   kFixed,          // cut at Options::ratio of the expected computed tokens
   kDynamic,        // the lowest objective, whole or cut, over predicted batches (live_fleet.h)
   kPaper,          // the paper's Algorithm 1 (paper_search.h)
+  kExhaustive,     // as kDynamic, but every cut is tried (exhaustive_search.h): an oracle, slow
 };
 
 // Whether the policy needs a latency profile.
 constexpr bool Predicts(Policy policy) {
-  return policy == Policy::kDynamic || policy == Policy::kPaper;
+  return policy == Policy::kDynamic || policy == Policy::kPaper || policy == Policy::kExhaustive;
 }
 
 struct Options {
@@ -112,6 +113,10 @@ struct Options {
   double hand_off_ms = 5.0;            // shortest time from alpha's last token to beta's readiness
   double kv_token_ms = 0.0;            // to move the KV of one token; overlaps with alpha's steps
   double tolerance_ms = 5.0;           // read by kPaper only: |T1 - T2| that is as good as 0
+  // Instances that gather decodes, whatever the fleet plan would say; read by kDynamic and
+  // kExhaustive.
+  std::optional<std::int64_t> gathering = std::nullopt;
+  std::int64_t stride_tokens = 16;  // read by kExhaustive only: between the cuts that it tries
 
   bool operator==(const Options&) const = default;
 };
