@@ -65,7 +65,9 @@ Split ChooseSplit(const Options& options, const RequestSpec& request, std::size_
 }
 
 Groups GroupsOf(const Options& options, Instances instances) {
-  if (options.policy != Policy::kDisaggregated || instances.size() == 1) {
+  const bool one_way = options.policy == Policy::kDisaggregated ||
+                       (options.policy == Policy::kFixed && options.prefill_instances > 0);
+  if (!one_way || instances.size() == 1) {
     return {instances, instances};
   }
   const auto wanted = static_cast<std::size_t>(options.prefill_instances);

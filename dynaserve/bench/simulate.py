@@ -20,8 +20,9 @@ from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.simulated import ModelSize, SimulatedSummary
 from dynaserve.errors import ConfigError
 from dynaserve.global_scheduler import Options, Policy
-from dynaserve.simulation import Batching, EngineOptions, SimulatedRequest, SimulationOptions, simulate
+from dynaserve.simulation import Batching, EngineOptions, SimulatedRequest, SimulationOptions, SimulationResult, simulate
 from dynaserve.step_latency import ProfileTable
+from workloads.trace import TraceRequest
 
 QUANTILE_SIGMAS = 2.33
 
@@ -41,6 +42,13 @@ class Fleet:
     expect: str
     step_sigma: float
     model: ModelSize | None
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    requests: Sequence[TraceRequest]
+    result: SimulationResult
+    summary: SimulatedSummary
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -81,8 +89,21 @@ def capacities(arguments: Sequence[str]) -> list[float | None]:
     return _capacity(args, _fleet(args))
 
 
+def one_run(arguments: Sequence[str]) -> SimulatedRun:
+    """What the command with these options simulates once. Raises ConfigError."""
+    args = simulate_options.parse(arguments)
+    fleet, opts = _fleet(args), options.replay_options(args)
+    requests, result = _simulate(fleet, opts)
+    return SimulatedRun(requests, result, simulated.summarize(requests, result, opts.slo, fleet.kv_tokens, fleet.model))
+
+
 def play(fleet: Fleet, opts: ReplayOptions) -> SimulatedSummary:
     """One run, with the workload, the rate and the seed of the options. Raises ConfigError."""
+    requests, result = _simulate(fleet, opts)
+    return simulated.summarize(requests, result, opts.slo, fleet.kv_tokens, fleet.model)
+
+
+def _simulate(fleet: Fleet, opts: ReplayOptions) -> tuple[list[TraceRequest], SimulationResult]:
     requests = replay.plan_requests(opts)
     expected = expected_lengths.expected(fleet.expect, [row.output_tokens for row in requests], np.random.default_rng(opts.seed))
     rows = [
@@ -102,10 +123,9 @@ def play(fleet: Fleet, opts: ReplayOptions) -> SimulatedSummary:
         seed=opts.seed,
     )
     try:
-        result = simulate(fleet.table, rows, setting)
+        return requests, simulate(fleet.table, rows, setting)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return simulated.summarize(requests, result, opts.slo, fleet.kv_tokens, fleet.model)
 
 
 def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[float | None]:

@@ -21,7 +21,7 @@ sustained, as `dynaserve bench capacity` does, from --rate on.
 --expect says what policies that predict know of the answers' lengths; by default they know them exactly. Without
 --kv-gbytes-per-s the KV moves at no cost but --hand-off-ms. Policies beside those of `dynaserve serve`: round-robin;
 exhaustive, which is dynamic with every cut tried at each 16th token; dynamic:gather=K and exhaustive:gather=K, where K instances
-gather decodes whatever the fleet plan says.
+gather decodes whatever the fleet plan says; fixed:RATIO:one-way, where the first half of the instances begins all requests.
 
 Not modelled: prefix caches, the front-end's time.
 

@@ -7,7 +7,7 @@ import re
 from dynaserve.errors import ConfigError
 from dynaserve.global_scheduler import Options, Policy, parse_policy
 
-FORMS = "'round-robin', 'exhaustive', 'dynamic:gather=K' and 'exhaustive:gather=K'"
+FORMS = "'round-robin', 'fixed:RATIO:one-way', 'exhaustive', 'dynamic:gather=K' and 'exhaustive:gather=K'"
 
 
 def parse(text: str, instances: int, hand_off_ms: float, kv_token_ms: float) -> Options | None:
@@ -15,7 +15,9 @@ def parse(text: str, instances: int, hand_off_ms: float, kv_token_ms: float) -> 
     if text == "round-robin":
         return None
     gathering = None
-    if found := re.fullmatch(r"(dynamic|exhaustive)(?::gather=(\d{1,6}))?", text, re.ASCII):
+    if found := re.fullmatch(r"fixed:(0?\.\d+|0|1):one-way", text, re.ASCII):
+        policy, ratio, prefilling = Policy.fixed, float(found[1]), max(1, instances // 2)
+    elif found := re.fullmatch(r"(dynamic|exhaustive)(?::gather=(\d{1,6}))?", text, re.ASCII):
         policy, ratio, prefilling = Policy[found[1]], 0.5, 0
         if found[2] is not None and (gathering := int(found[2])) >= instances:
             raise ConfigError(f"policy is {text!r}: of {instances} instances at most {instances - 1} can gather decodes")

@@ -1,0 +1,65 @@
+"""A table or figure of the DynaServe paper in the simulator, on A100 latencies: our value, the paper's, their ratio.
+
+    python -m benchmarks.paper table1 --gpu-grid grid.csv.gz --traces traces
+
+The grid is a CSV of measured steps as `dynaserve simulate --gpu-grid` reads it, with qwen2.5-14b, -32b and -72b on a100_sxm. Where
+the paper prints no figures (its plots), only ours are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.paper import figures, oracle, setting, tables
+from benchmarks.paper.setting import Bench, Row
+from dynaserve.bench import options
+from dynaserve.errors import ConfigError
+
+COMMANDS: dict[str, Callable[[Bench], list[Row]]] = {
+    "table1": tables.table1,
+    "table1-why": tables.table1_why,
+    "table2": tables.table2,
+    "table3": tables.table3,
+    "table4": tables.table4,
+    "figure3": figures.figure3,
+    "figure5": figures.figure5,
+    "figure8": figures.figure8,
+    "figure9": figures.figure9,
+    "figure10": figures.figure10,
+    "figure11": figures.figure11,
+    "transfer": figures.transfer,
+    "oracle": oracle.oracle,
+    "plans": oracle.plans,
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Ends with exit status 2 for bad options."""
+    told = "\n".join(f"  {name:11s} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper",
+        description=f"{__doc__}\n{told}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=COMMANDS, metavar="WHAT", help="one of the above")
+    parser.add_argument("--gpu-grid", type=Path, required=True, metavar="FILE", help="CSV of measured steps")
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the trace files")
+    parser.add_argument("--requests", type=options.whole(1), default=2000, metavar="N", help="of each run (default: 2000)")
+    parser.add_argument("--repetitions", type=options.whole(1), default=1, metavar="N", help="of each search (default: 1)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the same as CSV")
+    args = parser.parse_args(arguments)
+    try:
+        rows = COMMANDS[args.what](Bench(args.gpu_grid, args.traces, args.requests, args.repetitions))
+    except ConfigError as error:
+        print(f"benchmarks.paper: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    setting.show(rows)
+    if args.output is not None:
+        setting.write(args.output, rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

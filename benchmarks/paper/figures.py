@@ -1,0 +1,148 @@
+"""Figures 3, 5, 8, 9, 10 and 11 of the paper, and section 6.6's transfer, in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, SLO_AWARE, WORKLOADS, Bench, Row, chunked
+from dynaserve.bench import latency_tables
+from dynaserve.bench.simulate import SimulatedRun
+from dynaserve.step_latency import BatchShape, prefill_pairs
+from workloads import catalog
+
+OVERLOAD_PER_S = 8.0
+REPLAY = ("--arrivals", "trace", "--duration-s", "2520")
+SLICE_S = 360.0
+
+
+def figure3(bench: Bench) -> list[Row]:
+    """Minutes of a trace in which prefill takes more of an instance than decoding, by the simulator's latencies.
+
+    A prompt token costs its share of a step of 2048, an output token its share of a step of 32 decodes.
+    """
+    table = latency_tables.from_grid(bench.grid, bench.model.name, "a100_sxm", 2.5, 1.2)
+    prefill_ms = (
+        table.step_ms(BatchShape(prefill_tokens=2048, prefill_pairs=prefill_pairs(2048, 0), decodes=0, decode_context_tokens=0)) / 2048
+    )
+    rows = []
+    for name in ("azure-code", "azure-conv", "bursty-chat"):
+        requests = [row for row in catalog.load(name, bench.traces).requests if row.arrived_at_s is not None]
+        context = float(np.mean([row.prompt_tokens + row.output_tokens / 2 for row in requests]))
+        decode = BatchShape(prefill_tokens=0, prefill_pairs=0.0, decodes=32, decode_context_tokens=round(32 * context))
+        decode_ms = table.step_ms(decode) / 32
+        minutes: dict[int, list[float]] = {}
+        for row in requests:
+            sums = minutes.setdefault(int((row.arrived_at_s or 0.0) // 60), [0.0, 0.0])
+            sums[0] += row.prompt_tokens * prefill_ms
+            sums[1] += row.output_tokens * decode_ms
+        heavy = sum(prefill > decode for prefill, decode in minutes.values())
+        shares = [prefill / (prefill + decode) for prefill, decode in minutes.values()]
+        rows.append(Row(f"{name}: minutes in which prefill takes more, of {len(minutes)}", heavy))
+        rows += [Row(f"{name}: prefill's share of the work, {name_}", float(value)) for name_, value in _spread(shares)]
+    return rows
+
+
+def figure5(bench: Bench) -> list[Row]:
+    """Throughput of P1024 D1024 against where it is cut, always from the first instance to the second; and what never cuts."""
+    rows = []
+    for split in (256, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792):
+        policy = f"fixed:{split / 2047:.4f}:one-way"
+        found = bench.summary("fixed:1024,1024", OVERLOAD_PER_S, "--policy", policy, "--batching", "slo")
+        rows.append(Row(f"cut at {split}: requests/s", found.requests_per_s))
+    for name, options in (("SLO-aware, whole", SLO_AWARE), ("dynamic", DYNAMIC)):
+        rows.append(Row(f"{name}: requests/s", bench.summary("fixed:1024,1024", OVERLOAD_PER_S, *options).requests_per_s))
+    return rows
+
+
+def figure8(bench: Bench) -> list[Row]:
+    """Goodput over rate, three models, tokens/s; then the best ratios that the paper names."""
+    rows = []
+    most = {"coloc": 0.0, "disagg": 0.0}
+    for size, model in MODELS.items():
+        scaled = replace(bench, model=model)
+        for workload in WORKLOADS:
+            for rate in (1.0, 2.0, 4.0, 6.0, 8.0):
+                systems = {"coloc": chunked("512"), "disagg": DISAGGREGATED, "dynamic": DYNAMIC}
+                goodput = {
+                    name: scaled.summary(workload, rate, "--drawn", *options).goodput_tokens_per_s for name, options in systems.items()
+                }
+                rows += [Row(f"{size} {workload} {rate:g}/s {name}", value) for name, value in goodput.items()]
+                most = {name: max(found, goodput["dynamic"] / goodput[name]) for name, found in most.items()}
+    rows.append(Row("most of dynamic / coloc (chunk 512)", most["coloc"], 1.91))
+    rows.append(Row("most of dynamic / disagg", most["disagg"], 1.61))
+    return rows
+
+
+def figure9(bench: Bench) -> list[Row]:
+    """Capacity by workload, requests/s, and the means of the ratios."""
+    rows = []
+    over: dict[str, list[float]] = {"coloc, best chunk": [], "coloc, chunk 2048": [], "disagg": [], "SLO-aware coloc": []}
+    for workload, first in WORKLOADS.items():
+        chunk, best = bench.best_chunk(workload, first)
+        found = {
+            "coloc, best chunk": best,
+            "coloc, chunk 2048": bench.capacity(workload, first, *chunked("2048")),
+            "disagg": bench.capacity(workload, first, *DISAGGREGATED),
+            "SLO-aware coloc": bench.capacity(workload, first, *SLO_AWARE),
+        }
+        dynamic = bench.capacity(workload, first, *DYNAMIC)
+        rows += [Row(f"{workload} {name} {chunk if 'best' in name else ''}".strip(), value) for name, value in found.items()]
+        rows.append(Row(f"{workload} dynamic", dynamic))
+        for name, value in found.items():
+            if value:
+                over[name].append(dynamic / value)
+    published = {"coloc, best chunk": 2.37, "disagg": 1.37}
+    rows += [Row(f"dynamic / {name}, mean of {len(ratios)}", float(np.mean(ratios)), published.get(name)) for name, ratios in over.items()]
+    return rows
+
+
+def figure10(bench: Bench) -> list[Row]:
+    """Goodput, tokens/s, of every six minutes of a recorded course of arrivals: the first 42 minutes of bursty-chat at 5/s."""
+    rows = []
+    endless = replace(bench, requests=1_000_000)
+    systems = {"coloc, chunk 512": chunked("512"), "disagg": DISAGGREGATED, "SLO-aware coloc": SLO_AWARE, "dynamic": DYNAMIC}
+    for name, options in systems.items():
+        run = endless.run("bursty-chat", 5.0, *REPLAY, *options)
+        rows += [Row(f"{name}, minutes {6 * part} to {6 * part + 6}", goodput) for part, goodput in enumerate(_course(run)) if part < 7]
+    return rows
+
+
+def figure11(bench: Bench) -> list[Row]:
+    """Share of gaps within 100 ms under overload, and the longest percentiles, with and without SLO-aware batches."""
+    rows = []
+    for workload in ("azure-code", "bursty-chat"):
+        for name, options, paper in (("chunk 1024", chunked("1024"), 52.0), ("chunk 2048", chunked("2048"), None), ("slo", DYNAMIC, 99.0)):
+            found = bench.summary(workload, OVERLOAD_PER_S, "--drawn", *options)
+            rows.append(Row(f"{workload} {name}: gaps within 100 ms, %", 100 * (found.token_attainment or 0.0), paper))
+            rows.append(Row(f"{workload} {name}: P99 TBT ms", found.tbt_ms.p99 or 0.0))
+    return rows
+
+
+def transfer(bench: Bench) -> list[Row]:
+    """Section 6.6: KV that is waited for at a hand-off, when it moves block by block and when it moves at the end."""
+    rows = []
+    for gbytes_per_s in ("1", "5", "25"):
+        wait_ms = {}
+        for how in ("end", "blocks"):
+            options = ("--policy", "paper", "--batching", "slo", "--kv-gbytes-per-s", gbytes_per_s, "--kv-transfer", how)
+            found = bench.summary("mini-reasoning", 2.0, *options).hand_off_wait_ms
+            wait_ms[how] = 0.0 if found is None else found.mean
+            rows.append(Row(f"{gbytes_per_s} GB/s, {how}: mean wait ms", wait_ms[how]))
+        rows.append(Row(f"{gbytes_per_s} GB/s: saved, %", 100 * (1 - wait_ms["blocks"] / wait_ms["end"]), 94.0))
+    return rows
+
+
+def _course(run: SimulatedRun) -> list[float]:
+    """Tokens of the requests that ended in each slice, but those late, per second."""
+    began_ms = (run.requests[0].arrived_at_s or 0.0) * 1e3
+    sums: dict[int, float] = {}
+    for request, outcome in zip(run.requests, run.result.outcomes, strict=True):
+        part = int((outcome.end_ms - began_ms) / 1e3 // SLICE_S)
+        sums[part] = sums.get(part, 0.0) + request.output_tokens - outcome.late_gaps
+    return [sums.get(part, 0.0) / SLICE_S for part in range(max(sums) + 1)]
+
+
+def _spread(values: list[float]) -> list[tuple[str, float]]:
+    return [("least", min(values)), ("median", float(np.median(values))), ("most", max(values))]

@@ -1,0 +1,50 @@
+"""What the dynamic policy leaves on the table: against every cut tried, and against every fixed fleet plan."""
+
+from __future__ import annotations
+
+from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, WORKLOADS, Bench, Row
+
+OVERLOAD_PER_S = 10.0
+WITHIN = 0.01
+SLOS_MS = ("100", "50")
+PLANNED = {**WORKLOADS, "azure-conv": 6.0, "hybrid": 4.0, "table1-prefill": 1.0}
+
+
+def oracle(bench: Bench) -> list[Row]:
+    """Throughput over that of an oracle that knows all lengths and tries every cut (each 16th token), by workload and SLO.
+
+    Both are overloaded, and offered the same requests; at least 0.99 is wanted.
+    """
+    rows = []
+    for slo_ms in SLOS_MS:
+        for workload in WORKLOADS:
+            found = {
+                policy: bench.summary(
+                    workload, OVERLOAD_PER_S, "--drawn", "--tbt-slo-ms", slo_ms, "--batching", "slo", "--policy", policy
+                ).requests_per_s
+                for policy in ("dynamic", "exhaustive")
+            }
+            ratio = found["dynamic"] / found["exhaustive"]
+            verdict = "" if ratio >= 1 - WITHIN else ", MISSED"
+            rows.append(Row(f"{workload} at {slo_ms} ms: dynamic / oracle{verdict}", ratio))
+    return rows
+
+
+def plans(bench: Bench) -> list[Row]:
+    """Capacity over that of SLO-aware colocation: dynamic, each fixed number of gathering instances, disaggregation."""
+    rows = []
+    for slo_ms in SLOS_MS:
+        for workload, first in PLANNED.items():
+            slo = ("--tbt-slo-ms", slo_ms)
+            colocated = bench.capacity(workload, first, *slo, *SLO_AWARE)
+            rows.append(Row(f"{workload} at {slo_ms} ms: SLO-aware colocation, requests/s", colocated))
+            systems = {
+                "dynamic": DYNAMIC,
+                "none gathers": ("--policy", "dynamic:gather=0", "--batching", "slo"),
+                "one gathers": ("--policy", "dynamic:gather=1", "--batching", "slo"),
+                "disaggregation": (*DISAGGREGATED, "--batching", "slo"),
+            }
+            for name, options in systems.items():
+                found = bench.capacity(workload, first, *slo, *options)
+                rows.append(Row(f"{workload} at {slo_ms} ms: {name} / SLO-aware colocation", found / colocated if colocated else 0.0))
+    return rows

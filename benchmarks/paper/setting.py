@@ -1,0 +1,119 @@
+"""The paper's testbed in the simulator: A100 and Qwen2.5, and the systems that it compares."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dynaserve.bench import simulate
+from dynaserve.bench.simulate import SimulatedRun
+from dynaserve.bench.simulated import SimulatedSummary
+
+CALIBRATION = ("--cost-scale", "1.2", "--max-running", "128")
+"""Chosen so that the six throughputs of Table 1 fit, and used for everything else."""
+CHUNKS = ("256", "512", "1024", "2048")
+"""Of vLLM, among which the paper tunes colocation for each workload."""
+DISAGGREGATED = ("--policy", "disaggregated", "--chunk", "2048")
+DYNAMIC = ("--policy", "dynamic", "--batching", "slo")
+SLO_AWARE = ("--policy", "colocated", "--batching", "slo")
+WORKLOADS = {"azure-code": 4.0, "bursty-chat": 4.0, "arxiv-summarization": 3.0, "mini-reasoning": 2.5}
+"""Of Figures 8 and 9, and the rate that a search begins with."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """kv_tokens: of an instance, by aiconfigurator's estimate for 90 % of its memory. kv_token_bytes: of all its devices."""
+
+    name: str
+    parameters: float
+    layers: int
+    hidden: int
+    devices: int
+    kv_tokens: int
+    kv_token_bytes: int
+
+
+MODELS = {
+    "14b": Model("qwen2.5-14b", 14.77e9, 48, 5120, 1, 219168, 196608),
+    "32b": Model("qwen2.5-32b", 32.76e9, 64, 5120, 2, 304288, 262144),
+    "72b": Model("qwen2.5-72b", 72.71e9, 80, 8192, 4, 440880, 327680),
+}
+
+
+def chunked(chunk: str) -> tuple[str, ...]:
+    """Colocation with vLLM's chunked prefill behind a round robin."""
+    return ("--policy", "round-robin", "--chunk", chunk)
+
+
+@dataclass(frozen=True)
+class Row:
+    """paper None: it has no such figure."""
+
+    what: str
+    here: float
+    paper: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.here / self.paper if self.paper else None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the data is, and how long each run is."""
+
+    grid: Path
+    traces: Path
+    requests: int
+    repetitions: int
+    model: Model = MODELS["14b"]
+
+    def options(self, workload: str, *more: str) -> list[str]:
+        model = self.model
+        size = ("--parameters", str(model.parameters), "--layers", str(model.layers), "--hidden", str(model.hidden))
+        return [
+            *("--gpu-grid", str(self.grid), "--gpu-model", model.name, "--gpu", "a100_sxm", "--traces", str(self.traces)),
+            *(*CALIBRATION, *size, "--peak-tflops", str(312 * model.devices), "--kv-tokens", str(model.kv_tokens)),
+            *("--kv-token-bytes", str(model.kv_token_bytes), "--requests", str(self.requests), "--workload", workload, *more),
+        ]
+
+    def run(self, workload: str, rate_per_s: float, *more: str) -> SimulatedRun:
+        """Raises ConfigError."""
+        return simulate.one_run(self.options(workload, "--rate", f"{rate_per_s:g}", *more))
+
+    def summary(self, workload: str, rate_per_s: float, *more: str) -> SimulatedSummary:
+        """Raises ConfigError."""
+        return self.run(workload, rate_per_s, *more).summary
+
+    def capacity(self, workload: str, first_per_s: float, *more: str) -> float:
+        """0: not servable. Raises ConfigError."""
+        searching = ("--rate", f"{first_per_s:g}", "--repetitions", str(self.repetitions), "--resolution", "0.03")
+        return float(np.median([rate or 0.0 for rate in simulate.capacities(self.options(workload, *searching, *more))]))
+
+    def best_chunk(self, workload: str, first_per_s: float, chunks: Sequence[str] = CHUNKS) -> tuple[str, float]:
+        """The chunk of the highest capacity, as the paper tunes colocation, and that capacity."""
+        found = {chunk: self.capacity(workload, first_per_s, *chunked(chunk)) for chunk in chunks}
+        best = max(found, key=lambda chunk: found[chunk])
+        return best, found[best]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """As a table on standard output."""
+    width = max(len(row.what) for row in rows)
+    print(f"{'':{width}s}  {'here':>10s}  {'paper':>10s}  {'ratio':>6s}")
+    for row in rows:
+        paper = "" if row.paper is None else f"{row.paper:.4g}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        print(f"{row.what:{width}s}  {row.here:10.4g}  {paper:>10s}  {ratio:>6s}")
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """As CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["what", "here", "paper", "ratio"])
+        writer.writerows((row.what, row.here, row.paper, row.ratio) for row in rows)
