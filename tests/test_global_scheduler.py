@@ -333,7 +333,8 @@ class Model:
         return self.reserved_tokens(instance_id), self.last_used.get(instance_id, 0), instance_id
 
     def _groups(self, accepting: list[str]) -> tuple[list[str], list[str]]:
-        if self.options.policy is not Policy.disaggregated or len(accepting) == 1:
+        one_way = self.options.policy is Policy.fixed and self.options.prefill_instances > 0
+        if not (one_way or self.options.policy is Policy.disaggregated) or len(accepting) == 1:
             return accepting, accepting
         half = max(1, len(accepting) // 2)
         prefilling = min(self.options.prefill_instances, len(accepting) - 1) or half
