@@ -12,6 +12,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr std::size_t kMostShortlisted = 8;  // instances per side of a cut
+constexpr double kMostPressure = 0.8;  // beyond, a queue would take for ever to be empty again
 
 VirtualRequest AlphaOf(const SearchRequest& request, std::int64_t split_token,
                        std::int64_t cached_tokens, double now_ms) {
@@ -42,6 +43,7 @@ struct SplitSearch::Sketch {
   double empty_step_ms = 0.0;  // one with a single token of it
   double full_step_tokens = 1.0;
   double decode_step_ms = 0.0;  // of decodes alone, with one more
+  double limit_ms = 0.0;        // of a step with decodes; 0: none
   double room_tokens = 0.0;     // of KV, at the likely ends of all its requests
   std::int64_t cached_tokens = 0;
 
@@ -108,6 +110,7 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     sketch.decode_step_ms =
         scale * predictor.table().StepMs(
                     {0, 0.0, load.decodes + 1, load.decode_context_tokens + request.prompt_tokens});
+    sketch.limit_ms = std::isfinite(limits.step_ms) ? limits.step_ms : 0.0;
     sketch.room_tokens = static_cast<double>(limits.kv_tokens - instance.promised_tokens);
     sketch.cached_tokens = std::min(instance.cached_tokens, request.prompt_tokens - 1);
     sketches_.push_back(sketch);
@@ -123,8 +126,14 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
   const auto likely_end = static_cast<double>(EndToken(request, request.likely_output_tokens));
   outcome.overflow_tokens = std::max(0.0, likely_end - decoding.room_tokens);
   if (decoding.keeps_free) {
-    outcome.lost_prefill_ms = options.prefill_pressure * options.lost_share *
-                              outcome.decode_tokens * decoding.decode_step_ms;
+    // A step beside prefill lasts as long as it may.  What is lost delays everyone who comes before
+    // the queue is empty again, which takes the longer the busier the fleet is.
+    const double step_ms = std::max(decoding.decode_step_ms, decoding.limit_ms);
+    const double lost_ms =
+        options.prefill_pressure * options.lost_share * outcome.decode_tokens * step_ms;
+    outcome.lost_prefill_ms =
+        (lost_ms + OthersWaitMs(decoding.queue_ms, lost_ms, options.arrivals_per_ms)) /
+        (1.0 - std::min(options.prefill_pressure, kMostPressure));
   }
   return outcome;
 }
