@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff bench-scheduler clean runtime dev bench-idle
+.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff bench-scheduler clean runtime dev bench-idle bench-fidelity
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -50,6 +50,9 @@ bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the
 
 bench-idle: runtime ## CPU of instances whose requests all wait for another instance; ARGS=... options
 	$(BIN)/python -m benchmarks.idle $(ARGS)
+
+bench-fidelity: runtime ## two real instances against the simulator with their latencies; QUICK=1 takes ten minutes, ARGS=... options
+	$(BIN)/python -m benchmarks.fidelity $(if $(QUICK),--quick) $(ARGS)
 
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds
 	$(BIN)/python -m benchmarks.decide $(ARGS)

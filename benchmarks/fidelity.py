@@ -1,0 +1,195 @@
+"""`make bench-fidelity`: the same workload, rate and policy on two real instances and in the simulator with their own latencies.
+
+Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. A first run teaches the instances
+their profile. The simulator then gets the profile of the first one and the errors of its predictions, and the very same requests at
+the same times. It has no front-end and no client, which share the cores of the real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from dynaserve.bench import simulate
+from dynaserve.bench.report import machine
+from dynaserve.errors import DynaServeError
+from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.model import smollm2
+from dynaserve.step_report import read_log
+
+POLICIES = ("colocated", "disaggregated", "dynamic")
+WITHIN = 0.15
+KV_TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
+"""Of SmolLM2-135M in bfloat16: keys and values of 30 layers of 3 heads of 64."""
+MOST_STEP_TOKENS = 2048
+MOST_RUNNING = 128
+INDEX = "INDEX"
+
+
+class NumberedFleet(LocalFleet):
+    """INDEX in an instance's arguments is its number."""
+
+    def instance_command(self, index: int) -> list[str]:
+        return [part.replace(INDEX, str(index)) for part in super().instance_command(index)]
+
+
+@dataclass(frozen=True)
+class Figures:
+    goodput_tokens_per_s: float
+    tbt_p50_ms: float
+    tbt_p99_ms: float
+    ttft_p50_ms: float
+    capacity_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """arguments: of `dynaserve bench replay` and `dynaserve simulate` alike, but for the rate."""
+
+    arguments: tuple[str, ...]
+    rate_per_s: float
+    tbt_slo_ms: float
+    searches: bool
+
+    def shared(self) -> list[str]:
+        return [*self.arguments, "--rate", f"{self.rate_per_s:g}", "--tbt-slo-ms", f"{self.tbt_slo_ms:g}"]
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    print(f"command: {shlex.join(['python', '-m', 'benchmarks.fidelity', *sys.argv[1:]])}\nmachine: {json.dumps(machine())}", flush=True)
+    arguments = (*shlex.split(args.trace), "--duration-s", f"{args.duration_s:g}", "--seed", str(args.seed))
+    load = Load(arguments, args.rate, args.tbt_slo_ms, not args.quick)
+    try:
+        run(load, args.output)
+    except DynaServeError as error:
+        print(f"bench-fidelity: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def run(load: Load, folder: Path) -> None:
+    """Raises DynaServeError."""
+    profile, table = folder / "profile-0.json", []
+    for policy in ("learning", *POLICIES):
+        learning = policy == "learning"
+        log = folder / f"{policy}-steps-0.csv"
+        frontend = ("--policy", "colocated") if learning else ("--policy", policy, "--latency-profile", str(profile.absolute()))
+        with _fleet(load, folder, policy, frontend) as fleet:
+            _replay(load, fleet.frontend_url, folder / f"{policy}-warm-up.json")
+            if learning:
+                continue
+            real = _replay(load, fleet.frontend_url, folder / f"{policy}.json")
+            if load.searches:
+                real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
+        sigma = _sigma(log)
+        simulated = _simulate(load, policy, profile, sigma)
+        table.append((policy, real, simulated))
+        _print(policy, real, simulated, sigma)
+    _write(folder / "fidelity.csv", table)
+
+
+def _fleet(load: Load, folder: Path, name: str, frontend: Sequence[str]) -> NumberedFleet:
+    where = folder.absolute()
+    ours = ("--dynaserve-batching", "slo", "--tbt-slo-ms", f"{load.tbt_slo_ms:g}")
+    files = ("--dynaserve-profile", f"{where}/profile-{INDEX}.json", "--dynaserve-step-log", f"{where}/{name}-steps-{INDEX}.csv")
+    limits = ("--max-num-batched-tokens", str(MOST_STEP_TOKENS), "--max-num-seqs", str(MOST_RUNNING))
+    return NumberedFleet(
+        smollm2(),
+        vllm_args=("--served-model-name", "model", *limits, *ours, *files),
+        frontend_args=(*frontend, "--fleet-tbt-slo-ms", f"{load.tbt_slo_ms:g}"),
+        dtype="bfloat16",
+        log_dir=where / f"logs-{name}",
+    )
+
+
+def _replay(load: Load, url: str, output: Path) -> Figures:
+    summary = _bench(["replay", "--url", url, *load.shared(), "--max-client-lag-ms", "1000", "--output", str(output)], output)["summary"]
+    tbt, ttft = summary["tbt_ms"], summary["ttft_ms"]
+    return Figures(summary["goodput_tokens_per_s"], tbt["p50"], tbt["p99"], ttft["p50"])
+
+
+def _with_capacity(real: Figures, load: Load, url: str, output: Path) -> Figures:
+    command = ["capacity", "--url", url, *load.shared(), "--repetitions", "1", "--max-client-lag-ms", "1000", "--output", str(output)]
+    found = _bench(command, output)["capacity_per_s"]
+    return Figures(real.goodput_tokens_per_s, real.tbt_p50_ms, real.tbt_p99_ms, real.ttft_p50_ms, found)
+
+
+def _bench(arguments: Sequence[str], output: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "dynaserve.cli", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DynaServeError(f"{shlex.join(arguments)}: exit status {done.returncode}: {done.stderr[-500:]}")
+    raw: dict[str, Any] = json.loads(output.read_bytes())
+    return raw
+
+
+def _sigma(log: Path) -> float:
+    """Of the logarithm of measured over predicted. Raises DynaServeError if nothing was predicted."""
+    errors = [math.log(step.measured.measured_ms / step.predicted_ms) for step in read_log(log) if step.predicted_ms]
+    if not errors:
+        raise DynaServeError(f"{log}: no step was predicted")
+    print(f"  {len(errors)} steps took {math.exp(fmean(errors)):.2f} of what was predicted, on geometric average", flush=True)
+    return max(1e-6, pstdev(errors))
+
+
+def _simulate(load: Load, policy: str, profile: Path, sigma: float) -> Figures:
+    """The margin of the local scheduler and the noise of the steps are both the measured sigma."""
+    kv_tokens = (1 << 30) // KV_TOKEN_BYTES
+    fleet = ("--profile", str(profile), "--policy", policy, "--batching", "slo", "--step-sigma", f"{sigma:.4g}")
+    limits = ("--chunk", str(MOST_STEP_TOKENS), "--max-running", str(MOST_RUNNING), "--kv-tokens", str(kv_tokens))
+    arguments = [*fleet, *limits, *load.shared()]
+    found = simulate.one_run(arguments).summary
+    capacity = simulate.capacities([*arguments, "--repetitions", "1"])[0] if load.searches else None
+    ttft = math.nan if found.ttft_ms is None else found.ttft_ms.p50
+    return Figures(found.goodput_tokens_per_s, found.tbt_ms.p50 or math.nan, found.tbt_ms.p99 or math.nan, ttft, capacity)
+
+
+def _rows(real: Figures, simulated: Figures) -> list[tuple[str, float, float, float]]:
+    names = [name for name in Figures.__dataclass_fields__ if getattr(real, name) is not None and getattr(simulated, name) is not None]
+    return [(name, getattr(real, name), getattr(simulated, name), getattr(simulated, name) / getattr(real, name)) for name in names]
+
+
+def _print(policy: str, real: Figures, simulated: Figures, sigma: float) -> None:
+    print(f"{policy}, errors of predicted steps sigma {sigma:.3f}")
+    for name, measured, found, ratio in _rows(real, simulated):
+        verdict = "" if abs(ratio - 1) <= WITHIN else f"  not within {WITHIN:.0%}"
+        print(f"  {name:22s} real {measured:9.4g}  simulated {found:9.4g}  ratio {ratio:.2f}{verdict}", flush=True)
+
+
+def _write(path: Path, table: Sequence[tuple[str, Figures, Figures]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["policy", "figure", "real", "simulated", "ratio"])
+        for policy, real, simulated in table:
+            writer.writerows((policy, *row) for row in _rows(real, simulated))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="some ten minutes: without the searches for capacities")
+    parser.add_argument(
+        "--trace", default="--workload sample --drawn", metavar="ARGS", help="requests, as for dynaserve simulate (default: %(default)s)"
+    )
+    parser.add_argument("--rate", type=float, default=1.5, metavar="R", help="requests per second (default: %(default)s)")
+    parser.add_argument("--duration-s", type=float, default=60.0, metavar="T", help="of a run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
+    parser.add_argument("--tbt-slo-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("build/bench-fidelity"), metavar="DIR", help="raw data (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

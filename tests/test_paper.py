@@ -1,0 +1,59 @@
+"""The paper's tables in the simulator: what the commands compute from, on a small grid that is not a GPU's."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper import __main__ as paper
+from benchmarks.paper.setting import Row, write
+
+COLUMNS = "model,system,tp,prefill_new,prefill_cached,decode_n,decode_ctx,ms"
+TRACE = "arrived_at_s,prompt_tokens,output_tokens"
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    path = tmp_path / "grid.csv"
+    steps = [(new, number, context) for new in (0, 64, 256, 1024, 2048) for number in (0, 1, 16, 64, 128) for context in (256, 2048)]
+    rows = [f"qwen2.5-14b,a100_sxm,1,{n},0,{d},{c},{20 + 0.1 * (n + d) + 1e-4 * d * c}" for n, d, c in steps if n + d]
+    path.write_text("\n".join([COLUMNS, *rows]) + "\n")
+    return path
+
+
+def command(*arguments: str) -> None:
+    paper.main(arguments)
+
+
+def test_table_4_compares_each_sigma_with_the_paper(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table4.csv"
+    command("table4", "--gpu-grid", str(grid), "--traces", str(tmp_path), "--requests", "60", "--output", str(out))
+    with out.open() as file:
+        rows = {row["what"]: row for row in csv.DictReader(file)}
+    first = rows["sigma 0: goodput, tokens/s"]
+    assert float(first["here"]) > 0
+    assert float(first["ratio"]) == pytest.approx(float(first["here"]) / 3606.93)
+    assert float(rows["sigma 0: goodput over that of sigma 0"]["here"]) == 1.0
+    assert "sigma 100: goodput, tokens/s" in capsys.readouterr().out
+
+
+def test_streaming_kv_saves_most_of_the_wait(grid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "transfer.csv"
+    command("transfer", "--gpu-grid", str(grid), "--traces", str(tmp_path), "--requests", "60", "--output", str(out))
+    with out.open() as file:
+        rows = {row["what"]: float(row["here"]) for row in csv.DictReader(file)}
+    assert rows["5 GB/s, blocks: mean wait ms"] < 0.5 * rows["5 GB/s, end: mean wait ms"]
+
+
+def test_a_row_without_a_published_figure_has_no_ratio(tmp_path: Path) -> None:
+    write(tmp_path / "rows.csv", [Row("a", 2.0), Row("b", 3.0, 2.0)])
+    assert (tmp_path / "rows.csv").read_text().splitlines()[1:] == ["a,2.0,,", "b,3.0,2.0,1.5"]
+
+
+def test_bad_data_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command("table1", "--gpu-grid", str(tmp_path / "none.csv"), "--traces", str(tmp_path))
+    assert end.value.code == 2
+    assert "none.csv: cannot be read" in capsys.readouterr().err
