@@ -14,6 +14,7 @@ import math
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,15 @@ INDEX = "INDEX"
 
 
 class NumberedFleet(LocalFleet):
-    """INDEX in an instance's arguments is its number."""
+    """INDEX in an instance's arguments is its number; the front-end can be replaced by one of another policy."""
 
     def instance_command(self, index: int) -> list[str]:
         return [part.replace(INDEX, str(index)) for part in super().instance_command(index)]
+
+    def place_by(self, frontend_args: Sequence[str]) -> None:
+        self.frontend_args = frontend_args
+        self._start("frontend", self.frontend_command(), {})
+        self.wait_healthy({"frontend": self.frontend_url}, time.monotonic() + self.start_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -80,36 +86,34 @@ def main() -> None:
 
 def run(load: Load, folder: Path) -> None:
     """Raises DynaServeError."""
-    profile, table = folder / "profile-0.json", []
-    for policy in ("learning", *POLICIES):
-        learning = policy == "learning"
-        log = folder / f"{policy}-steps-0.csv"
-        frontend = ("--policy", "colocated") if learning else ("--policy", policy, "--latency-profile", str(profile.absolute()))
-        with _fleet(load, folder, policy, frontend) as fleet:
-            _replay(load, fleet.frontend_url, folder / f"{policy}-warm-up.json")
-            if learning:
-                continue
+    profile, log, table = folder / "profile-0.json", folder / "steps-0.csv", []
+    fleet = _fleet(load, folder)
+    with fleet:
+        _replay(load, fleet.frontend_url, folder / "learning.json")
+        for policy in POLICIES:
+            slo = ("--fleet-tbt-slo-ms", f"{load.tbt_slo_ms:g}")
+            fleet.place_by(("--policy", policy, "--latency-profile", str(profile.absolute()), *slo))
+            began_s = time.monotonic()
             real = _replay(load, fleet.frontend_url, folder / f"{policy}.json")
             if load.searches:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
-        sigma = _sigma(log)
-        simulated = _simulate(load, policy, profile, sigma)
-        table.append((policy, real, simulated))
-        _print(policy, real, simulated, sigma)
+            sigma = _sigma(log, began_s)
+            simulated = _simulate(load, policy, profile, sigma)
+            table.append((policy, real, simulated))
+            _print(policy, real, simulated, sigma)
     _write(folder / "fidelity.csv", table)
 
 
-def _fleet(load: Load, folder: Path, name: str, frontend: Sequence[str]) -> NumberedFleet:
+def _fleet(load: Load, folder: Path) -> NumberedFleet:
     where = folder.absolute()
     ours = ("--dynaserve-batching", "slo", "--tbt-slo-ms", f"{load.tbt_slo_ms:g}")
-    files = ("--dynaserve-profile", f"{where}/profile-{INDEX}.json", "--dynaserve-step-log", f"{where}/{name}-steps-{INDEX}.csv")
+    files = ("--dynaserve-profile", f"{where}/profile-{INDEX}.json", "--dynaserve-step-log", f"{where}/steps-{INDEX}.csv")
     limits = ("--max-num-batched-tokens", str(MOST_STEP_TOKENS), "--max-num-seqs", str(MOST_RUNNING))
     return NumberedFleet(
         smollm2(),
         vllm_args=("--served-model-name", "model", *limits, *ours, *files),
-        frontend_args=(*frontend, "--fleet-tbt-slo-ms", f"{load.tbt_slo_ms:g}"),
         dtype="bfloat16",
-        log_dir=where / f"logs-{name}",
+        log_dir=where / "logs",
     )
 
 
@@ -134,9 +138,10 @@ def _bench(arguments: Sequence[str], output: Path) -> dict[str, Any]:
     return raw
 
 
-def _sigma(log: Path) -> float:
-    """Of the logarithm of measured over predicted. Raises DynaServeError if nothing was predicted."""
-    errors = [math.log(step.measured.measured_ms / step.predicted_ms) for step in read_log(log) if step.predicted_ms]
+def _sigma(log: Path, began_s: float) -> float:
+    """Of the logarithm of measured over predicted, since then. Raises DynaServeError if nothing was predicted."""
+    steps = [step for step in read_log(log) if step.at_s >= began_s]
+    errors = [math.log(step.measured.measured_ms / step.predicted_ms) for step in steps if step.predicted_ms]
     if not errors:
         raise DynaServeError(f"{log}: no step was predicted")
     print(f"  {len(errors)} steps took {math.exp(fmean(errors)):.2f} of what was predicted, on geometric average", flush=True)
