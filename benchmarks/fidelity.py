@@ -34,6 +34,7 @@ KV_TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
 """Of SmolLM2-135M in bfloat16: keys and values of 30 layers of 3 heads of 64."""
 MOST_STEP_TOKENS = 2048
 MOST_RUNNING = 128
+START_TIMEOUT_S = 900.0
 INDEX = "INDEX"
 
 
@@ -114,6 +115,7 @@ def _fleet(load: Load, folder: Path) -> NumberedFleet:
         vllm_args=("--served-model-name", "model", *limits, *ours, *files),
         dtype="bfloat16",
         log_dir=where / "logs",
+        start_timeout_s=START_TIMEOUT_S,
     )
 
 

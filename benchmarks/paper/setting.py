@@ -64,11 +64,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the data is, and how long each run is."""
+    """Where the data is, and how long each run is. requests None: all that the workload has, or --duration-s."""
 
     grid: Path
     traces: Path
-    requests: int
+    requests: int | None
     repetitions: int
     model: Model = MODELS["14b"]
 
@@ -78,16 +78,17 @@ class Bench:
         return [
             *("--gpu-grid", str(self.grid), "--gpu-model", model.name, "--gpu", "a100_sxm", "--traces", str(self.traces)),
             *(*CALIBRATION, *size, "--peak-tflops", str(312 * model.devices), "--kv-tokens", str(model.kv_tokens)),
-            *("--kv-token-bytes", str(model.kv_token_bytes), "--requests", str(self.requests), "--workload", workload, *more),
+            *("--kv-token-bytes", str(model.kv_token_bytes), "--workload", workload, *more),
+            *(() if self.requests is None else ("--requests", str(self.requests))),
         ]
 
-    def run(self, workload: str, rate_per_s: float, *more: str) -> SimulatedRun:
+    def run(self, workload: str, *more: str) -> SimulatedRun:
         """Raises ConfigError."""
-        return simulate.one_run(self.options(workload, "--rate", f"{rate_per_s:g}", *more))
+        return simulate.one_run(self.options(workload, *more))
 
     def summary(self, workload: str, rate_per_s: float, *more: str) -> SimulatedSummary:
         """Raises ConfigError."""
-        return self.run(workload, rate_per_s, *more).summary
+        return self.run(workload, "--rate", f"{rate_per_s:g}", *more).summary
 
     def capacity(self, workload: str, first_per_s: float, *more: str) -> float:
         """0: not servable. Raises ConfigError."""
