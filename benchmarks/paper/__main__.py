@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.paper import figures, oracle, setting, tables
@@ -18,7 +18,7 @@ from benchmarks.paper.setting import Bench, Row
 from dynaserve.bench import options
 from dynaserve.errors import ConfigError
 
-COMMANDS: dict[str, Callable[[Bench], list[Row]]] = {
+COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "table1": tables.table1,
     "table1-why": tables.table1_why,
     "table2": tables.table2,
@@ -51,8 +51,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repetitions", type=options.whole(1), default=1, metavar="N", help="of each search (default: 1)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as CSV")
     args = parser.parse_args(arguments)
+    rows: list[Row] = []
     try:
-        rows = COMMANDS[args.what](Bench(args.gpu_grid, args.traces, args.requests, args.repetitions))
+        for row in COMMANDS[args.what](Bench(args.gpu_grid, args.traces, args.requests, args.repetitions)):
+            rows.append(row)
+            print(f"{row.what}: {row.here:.4g}", file=sys.stderr, flush=True)
     except ConfigError as error:
         print(f"benchmarks.paper: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, WORKLOADS, Bench, Row
 
 OVERLOAD = 1.1
@@ -11,12 +13,11 @@ SLOS_MS = ("100", "50")
 PLANNED = {**WORKLOADS, "azure-conv": 6.0, "hybrid": 4.0, "table1-prefill": 1.0}
 
 
-def oracle(bench: Bench) -> list[Row]:
+def oracle(bench: Bench) -> Iterator[Row]:
     """Throughput over that of an oracle that knows all lengths and tries every cut (each 16th token), by workload and SLO.
 
     Both are overloaded, and offered the same requests; at least 0.99 is wanted. The oracle is slow: --requests 400 is enough.
     """
-    rows = []
     for slo_ms in SLOS_MS:
         for workload, first in WORKLOADS.items():
             setting = ("--tbt-slo-ms", slo_ms, "--batching", "slo")
@@ -27,18 +28,16 @@ def oracle(bench: Bench) -> list[Row]:
             }
             ratio = found["dynamic"] / found["exhaustive"]
             verdict = "" if ratio >= 1 - WITHIN else ", MISSED"
-            rows.append(Row(f"{workload} at {slo_ms} ms: dynamic / oracle{verdict}", ratio))
-    return rows
+            yield Row(f"{workload} at {slo_ms} ms: dynamic / oracle{verdict}", ratio)
 
 
-def plans(bench: Bench) -> list[Row]:
+def plans(bench: Bench) -> Iterator[Row]:
     """Capacity over that of SLO-aware colocation: dynamic, each fixed number of gathering instances, disaggregation."""
-    rows = []
     for slo_ms in SLOS_MS:
         for workload, first in PLANNED.items():
             slo = ("--tbt-slo-ms", slo_ms)
             colocated = bench.capacity(workload, first, *slo, *SLO_AWARE)
-            rows.append(Row(f"{workload} at {slo_ms} ms: SLO-aware colocation, requests/s", colocated))
+            yield Row(f"{workload} at {slo_ms} ms: SLO-aware colocation, requests/s", colocated)
             systems = {
                 "dynamic": DYNAMIC,
                 "none gathers": ("--policy", "dynamic:gather=0", "--batching", "slo"),
@@ -47,5 +46,4 @@ def plans(bench: Bench) -> list[Row]:
             }
             for name, options in systems.items():
                 found = bench.capacity(workload, first, *slo, *options)
-                rows.append(Row(f"{workload} at {slo_ms} ms: {name} / SLO-aware colocation", found / colocated if colocated else 0.0))
-    return rows
+                yield Row(f"{workload} at {slo_ms} ms: {name} / SLO-aware colocation", found / colocated if colocated else 0.0)
