@@ -28,9 +28,10 @@ std::int64_t ComputedTokens(std::int64_t prompt_tokens, std::int64_t output_toke
 // A cut at s is legal if 0 < s < ComputedTokens(P, max_output_tokens); an illegal one means that
 // the request runs whole.  Within a group of instances the least reserved wins; among equals the
 // one whose last reservation is the oldest (round robin), then the first by id.  Under
-// kDisaggregated, and kFixed with prefill_instances, Options::prefill_instances of them (all but one at most) prefill, and a whole
-// request runs on a decoding instance, except that a cut at the end keeps it on a prefilling one.
-// beta plans at least one token, also when the cut is past the expected end.
+// kDisaggregated, and kFixed with prefill_instances, Options::prefill_instances of them (all but
+// one at most) prefill, and a whole request runs on a decoding instance, except that a cut at the
+// end keeps it on a prefilling one. beta plans at least one token, also when the cut is past the
+// expected end.
 std::optional<Placement> ChoosePlacement(const Options& options, const RequestSpec& request,
                                          std::span<const InstanceLoad> instances);
 
