@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dynaserve.execution_predictor import InstanceLimits
-from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Placement, Progress, RequestSpec, Slo
+from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Placement, Progress, RequestSpec, Revision, Slo
 from dynaserve.length_predictor import LengthForecast, LengthPredictor, LengthQuery
 from dynaserve.messages import InstanceDescription, Load
 from dynaserve.step_latency import BatchShape
@@ -19,6 +19,7 @@ from dynaserve.step_latency import BatchShape
 QUANTILE_SIGMAS = 2.33
 REPORT_EVERY_MS = 200.0
 _PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
+_CANDIDATE = ("alpha", "beta", "split_token", "ttft_ms", "objective_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,11 @@ class Decision:
     def to_json(self) -> dict[str, Any]:
         """What was expected of the request, for its record. Of policies that do not predict: its length only."""
         prediction = self.placement.prediction
-        times = {} if prediction is None else {name: getattr(prediction, name) for name in _PREDICTED}
-        return asdict(self.lengths) | times
+        if prediction is None:
+            return asdict(self.lengths)
+        times = {name: getattr(prediction, name) for name in _PREDICTED}
+        candidates = [{name: getattr(one, name) for name in _CANDIDATE} for one in prediction.candidates]
+        return asdict(self.lengths) | times | {"candidates": candidates}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,18 @@ class RequestPlacer:
         query = self._queries.pop(request_id, None)
         if query is not None and output_tokens is not None:
             self.lengths.learn(query, output_tokens)
+
+    def revise(self, request_id: str, now_ms: float) -> Revision | None:
+        """Whether a hand-off that is still to come should come elsewhere or not at all, and then counts with it."""
+        return self.scheduler.revise(request_id, now_ms)
+
+    def recut(self, request_id: str, hand_off_at: int | None, now_ms: float) -> None:
+        """Somebody else moved the hand-off, or lifted it: it is not revised any more."""
+        self.scheduler.recut(request_id, hand_off_at, now_ms)
+
+    def parked(self, request_id: str, computed_tokens: int, now_ms: float) -> None:
+        """The alpha stands at its hand-off point."""
+        self.scheduler.parked(request_id, computed_tokens, now_ms)
 
     def learn_steps(self, instance_id: str, load: Load, now_ms: float) -> None:
         """What an instance measured since its last report."""

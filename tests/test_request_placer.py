@@ -68,6 +68,8 @@ def test_the_record_says_what_was_expected_and_why() -> None:
     expected = placed(placer_of(Policy.dynamic), facts()).to_json()
     assert (expected["expected_tokens"], expected["source"]) == (50, "hint")
     assert expected["ttft_ms"] > 0
+    assert {one["alpha"] for one in expected["candidates"]} == {"a", "b"}
+    assert min(one["objective_ms"] for one in expected["candidates"]) == expected["objective_ms"]
     assert "ttft_ms" not in placed(placer_of(Policy.colocated), facts()).to_json()
 
 

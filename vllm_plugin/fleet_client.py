@@ -39,6 +39,7 @@ from dynaserve.messages import (
     Lifted,
     LoraAdded,
     Move,
+    Parked,
     Release,
     Run,
     Step,
@@ -72,6 +73,7 @@ from vllm_plugin.requests import CHUNKED_ARG, EXPECTED_ARG, SPLIT_ARG, TBT_ARG, 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 REQUESTS = Counter("dynaserve_requests", "Sequences by whether they were cut, and why or why not.", ["cut", "reason"])
+REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
 PLACING = Histogram(
@@ -233,7 +235,9 @@ class FleetClient:
         for live in lives:
             now_ms = (time.monotonic() - live.arrived_s) * 1000
             instructions = live.flow.lift(now_ms) if hand_off_at is None else live.flow.move(hand_off_at)
-            asked += bool(instructions)
+            if instructions:
+                self._placer.recut(live.internal_id, hand_off_at, 1e3 * time.monotonic())
+                asked += 1
             await self._carry_out(live, instructions)
         return asked if lives else None
 
@@ -288,6 +292,7 @@ class FleetClient:
             self._placer.learn_steps(instance, step.load, now_ms)
             if self._placer.wants_progress(instance, now_ms):
                 self._placer.report(instance, self._running_on(instance), now_ms)
+                await self._revise(instance, now_ms)
         await self._on_events(event for event in step.events if isinstance(event, Lifted))
         forwarded: list[EngineCoreOutput] = []
         clock_offset_s = time.monotonic() - step.sent_at_s
@@ -313,7 +318,12 @@ class FleetClient:
 
     async def _handle(self, live: Live, side: Side, event: Event) -> bool:
         """True: the output that carried this event goes to the client."""
+        was_whole = live.flow.state is State.WHOLE
         instructions = live.flow.handle(side, event, (time.monotonic() - live.arrived_s) * 1000)
+        if isinstance(event, Parked):
+            self._placer.parked(live.internal_id, event.computed_tokens, 1e3 * time.monotonic())
+        if live.flow.state is State.WHOLE and not was_whole:
+            self._placer.recut(live.internal_id, None, 1e3 * time.monotonic())
         forward = await self._carry_out(live, instructions)
         if live.flow.over and self._live.pop(live.internal_id, None) is not None:
             self._account(live)
@@ -329,6 +339,13 @@ class FleetClient:
         prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
         if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
             TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
+
+    async def _revise(self, instance: str, now_ms: float) -> None:
+        """Asks again about the hand-offs that this instance has a part in, now that its progress is known."""
+        for live in [live for live in self._live.values() if live.flow.pending_on(instance)]:
+            if revision := self._placer.revise(live.internal_id, now_ms):
+                REVISED.labels(revision.reason.name).inc()
+                await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
 
     def _running_on(self, instance: str) -> Iterator[RunningRequest]:
         """Those that have begun to answer there: how far a prefill is, only the instance knows."""

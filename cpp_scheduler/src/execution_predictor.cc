@@ -171,18 +171,67 @@ std::int64_t ExecutionPredictor::PrefillTokens(double now_ms) {
   return tokens;
 }
 
-std::optional<std::int64_t> ExecutionPredictor::ComputedTokens(std::uint64_t key, double now_ms) {
+std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double now_ms) {
   Advance(base_, now_ms);
   for (const Decode& decode : base_.decodes) {
-    if (decode.key == key) return decode.end_context - (decode.end_step - base_.step);
+    const std::int64_t left = decode.end_step - base_.step;
+    if (decode.key == key) return VirtualRequest{key, decode.end_context - left, 0, left, now_ms};
   }
   for (const Prefill& prefill : base_.prefills) {
-    if (prefill.request.key == key) return prefill.request.context_tokens;
+    if (prefill.request.key == key) return prefill.request;
   }
   for (const VirtualRequest& request : base_.waiting) {
-    if (request.key == key) return request.context_tokens;
+    if (request.key == key) return request;
   }
   return std::nullopt;
+}
+
+bool ExecutionPredictor::Change(const VirtualRequest& changed, double now_ms) {
+  Check(changed);
+  Advance(base_, now_ms);
+  if (!ChangeIn(base_, changed)) return false;
+  tail_stale_ = true;
+  return true;
+}
+
+std::optional<Forecast> ExecutionPredictor::PredictChange(const VirtualRequest& changed,
+                                                          double now_ms, Horizon horizon) {
+  Check(changed);
+  Advance(base_, now_ms);
+  scratch_ = base_;
+  const std::optional<Forecast> so_far = ChangeIn(scratch_, changed);
+  if (!so_far) return std::nullopt;
+  return Run(scratch_, changed.key, horizon, nullptr, *so_far);
+}
+
+// Returns what has become of the request so far.
+std::optional<Forecast> ExecutionPredictor::ChangeIn(State& state,
+                                                     const VirtualRequest& changed) const {
+  Forecast so_far;
+  for (auto place = state.prefills.begin(); place != state.prefills.end(); ++place) {
+    if (place->request.key != changed.key) continue;
+    so_far.start_ms = place->start_ms;
+    if (changed.prefill_tokens > 0) {
+      place->request = changed;
+      return so_far;
+    }
+    so_far.prefill_end_ms = state.now_ms;
+    state.prefills.erase(place);
+    BeginDecode(state, changed, so_far.start_ms, so_far.prefill_end_ms);
+    return so_far;
+  }
+  const auto place = std::find_if(state.waiting.begin(), state.waiting.end(),
+                                  [&](const VirtualRequest& r) { return r.key == changed.key; });
+  if (place == state.waiting.end()) return std::nullopt;
+  VirtualRequest waiting = changed;
+  waiting.ready_ms = std::max(changed.ready_ms, state.now_ms);
+  if (order_ == AdmissionOrder::kArrival) {
+    *place = waiting;
+  } else {
+    state.waiting.erase(place);
+    Enqueue(state, waiting);
+  }
+  return so_far;
 }
 
 void ExecutionPredictor::Check(const VirtualRequest& request) const {
@@ -414,9 +463,9 @@ ExecutionPredictor::State& ExecutionPredictor::Tail(double now_ms) {
 }
 
 Forecast ExecutionPredictor::Run(State& state, std::uint64_t watched, Horizon horizon,
-                                 std::vector<Ended>* ended) {
+                                 std::vector<Ended>* ended, const Forecast& so_far) {
   watched_ = watched;
-  watched_forecast_ = {};
+  watched_forecast_ = so_far;
   const double& goal =
       horizon == Horizon::kEnd ? watched_forecast_.end_ms : watched_forecast_.prefill_end_ms;
   while (goal == kNever && Step(state, kNever, ended)) {

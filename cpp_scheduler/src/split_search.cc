@@ -129,6 +129,12 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
   return outcome;
 }
 
+Outcome SplitSearch::PriceDecoding(const SearchInstance& instance, const SearchRequest& request,
+                                   const SearchOptions& options, double now_ms) {
+  SketchAll({&instance, 1}, request, now_ms);
+  return Priced(sketches_.front(), request, options);
+}
+
 double SplitSearch::GuessWhole(const Sketch& sketch, const SearchRequest& request,
                                const SearchOptions& options) const {
   const double work_ms =
@@ -233,6 +239,7 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
 
 Choice SplitSearch::Find(std::span<const SearchInstance> instances, const SearchRequest& request,
                          const SearchOptions& options, double now_ms) {
+  tried_.clear();
   SketchAll(instances, request, now_ms);
   Choice best = BestWhole(instances, request, options, now_ms);
   const double whole_ms = best.objective_ms;
@@ -247,7 +254,7 @@ Choice SplitSearch::Find(std::span<const SearchInstance> instances, const Search
 
 Choice SplitSearch::BestWhole(std::span<const SearchInstance> instances,
                               const SearchRequest& request, const SearchOptions& options,
-                              double now_ms) const {
+                              double now_ms) {
   std::array<std::pair<double, const Sketch*>, kWholeProbes> guesses;
   guesses.fill({kNever, nullptr});
   for (const Sketch& sketch : sketches_) {
@@ -262,14 +269,19 @@ Choice SplitSearch::BestWhole(std::span<const SearchInstance> instances,
   for (const auto& [guess_ms, sketch] : guesses) {
     if (sketch == nullptr) break;
     const Choice tried = ExactWhole(instances, sketch->index, *sketch, request, options, now_ms);
+    Note(tried);
     if (tried.objective_ms < best.objective_ms) best = tried;
   }
   return best;
 }
 
+void SplitSearch::Note(const Choice& tried) {
+  tried_.push_back(
+      {tried.alpha, tried.beta, tried.split_token, tried.outcome.ttft_ms, tried.objective_ms});
+}
+
 void SplitSearch::Refine(std::span<const SearchInstance> instances, const SearchRequest& request,
-                         const SearchOptions& options, double now_ms, Choice& best,
-                         int& probes) const {
+                         const SearchOptions& options, double now_ms, Choice& best, int& probes) {
   const std::int64_t least = options.least_part_tokens;
   const std::int64_t most = request.prompt_tokens - 1;
   if (most < least) return;
@@ -303,6 +315,7 @@ void SplitSearch::Refine(std::span<const SearchInstance> instances, const Search
     ++probes;
     const Choice tried = ExactCut(instances, guess.alpha->index, guess.beta->index, *guess.beta,
                                   split, request, options, now_ms);
+    Note(tried);
     if (tried.objective_ms < best.objective_ms) best = tried;
     return tried.objective_ms;
   };

@@ -104,6 +104,17 @@ class ExecutionPredictor {
   // Takes a request out, wherever it is; false: it is not there (any more).
   bool Remove(std::uint64_t key, double now_ms);
 
+  // A request as it stands now by the prediction; nullopt: it is not there (any more).
+  std::optional<VirtualRequest> Find(std::uint64_t key, double now_ms);
+
+  // Gives the request of that key other work, in its place: what it has computed, and what is left
+  // (at least one token).  False: it is not there, or decodes already.  Throws as Predict().
+  bool Change(const VirtualRequest& changed, double now_ms);
+
+  // What would become of it then; nullopt where Change() would return false.
+  std::optional<Forecast> PredictChange(const VirtualRequest& changed, double now_ms,
+                                        Horizon horizon);
+
   // Replaces what was predicted by what is: the requests that run, in order of admission, and those
   // that wait.  Both lists are copied.  Throws as Predict(), and changes nothing.
   void Replace(std::span<const VirtualRequest> running, std::span<const VirtualRequest> waiting,
@@ -127,10 +138,6 @@ class ExecutionPredictor {
 
   // Prefill tokens that are admitted or wait, by the prediction for now.
   std::int64_t PrefillTokens(double now_ms);
-
-  // Tokens that a request has computed, by the prediction for now; nullopt: it is not there (any
-  // more).
-  std::optional<std::int64_t> ComputedTokens(std::uint64_t key, double now_ms);
 
   // Plays everything to its end, from `now_ms`; calls visit(key, forecast) as each request ends.
   template <typename Visit>
@@ -185,6 +192,7 @@ class ExecutionPredictor {
   void Enqueue(State& state, const VirtualRequest& request) const;
   static void BeginDecode(State& state, const VirtualRequest& request, double start_ms,
                           double prefill_end_ms);
+  std::optional<Forecast> ChangeIn(State& state, const VirtualRequest& changed) const;
   void End(std::uint64_t key, const Forecast& forecast, std::vector<Ended>* ended);
   Gathered Gather(State& state);
   // One step, or a stretch of them that ends no later than the first step at or after `until_ms`.
@@ -195,7 +203,9 @@ class ExecutionPredictor {
   void EndDecodes(State& state, std::vector<Ended>* ended);
   void Advance(State& state, double now_ms);
   // Until the watched request has reached the horizon, or nothing is left to do.
-  Forecast Run(State& state, std::uint64_t watched, Horizon horizon, std::vector<Ended>* ended);
+  // `so_far`: what has become of it already.
+  Forecast Run(State& state, std::uint64_t watched, Horizon horizon, std::vector<Ended>* ended,
+               const Forecast& so_far = {});
   State& Tail(double now_ms);
   std::int64_t HeldKv(const State& state) const;
 
