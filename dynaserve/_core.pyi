@@ -375,6 +375,11 @@ class ExecutionPredictor:
     def find(self, key: int, now_ms: float) -> VirtualRequest | None:
         """A request as it stands now; None: it is not there (any more)."""
 
+    def predict_end_ms(self, key: int, now_ms: float) -> float | None:
+        """
+        When it would end if nothing else came; None: it is not there (any more).
+        """
+
     def change(self, changed: VirtualRequest, now_ms: float) -> bool:
         """
         Gives the request of that key other work, in its place; False: it is not there, or decodes already.
@@ -713,6 +718,11 @@ class Scheduler:
 
     def report(self, instance_id: str, progress: Sequence[Progress], now_ms: float) -> None:
         """Actual progress on an instance replaces the predicted."""
+
+    def predict_end_ms(self, request_id: str, now_ms: float) -> float | None:
+        """
+        When a placed request would end if nothing else came; None under policies that do not predict, or where it should have ended.
+        """
 
     def revise(self, request_id: str, now_ms: float) -> Revision | None:
         """

@@ -38,6 +38,15 @@ class RequestFacts:
 class Decision:
     placement: Placement
     lengths: LengthForecast
+    prompt_tokens: int
+
+    @property
+    def kind(self) -> str:
+        """`whole`, or which part of the request the cut lies in."""
+        if self.placement.beta is None:
+            return "whole"
+        beyond = self.placement.split_token - self.prompt_tokens
+        return "in_prompt" if beyond < 0 else "at_prompt_end" if beyond == 0 else "in_answer"
 
     def to_json(self) -> dict[str, Any]:
         """What was expected of the request, for its record. Of policies that do not predict: its length only."""
@@ -104,7 +113,12 @@ class RequestPlacer:
         if placement is None:
             return None
         self._queries[facts.request_id] = facts.lengths
-        return Decision(placement, forecast)
+        return Decision(placement, forecast, facts.lengths.prompt_tokens)
+
+    def predict_end_ms(self, request_id: str, now_ms: float) -> float | None:
+        """Until a placed request ends, if nothing else comes; None under policies that do not predict."""
+        end_ms = self.scheduler.predict_end_ms(request_id, now_ms)
+        return None if end_ms is None else end_ms - now_ms
 
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,26 @@ def test_a_policy_that_predicts_works_with_the_expected_length() -> None:
     decision = placed(placer_of(Policy.dynamic), facts())
     assert decision.placement.reason is PlacementReason.whole_is_best
     assert decision.placement.alpha.end_token == 500 + 30 + 20 - 1
+
+
+def test_the_end_of_a_request_is_expected_after_its_first_token() -> None:
+    placer = placer_of(Policy.dynamic)
+    prediction = placed(placer, facts()).placement.prediction
+    end_ms = placer.predict_end_ms("r", 0.0)
+    assert prediction is not None
+    assert end_ms is not None
+    assert end_ms == pytest.approx(prediction.ttft_ms + 49 * prediction.decode_step_ms, rel=0.01)
+    assert placer.predict_end_ms("another", 0.0) is None
+    other = placer_of(Policy.colocated)
+    placed(other, facts())
+    assert other.predict_end_ms("r", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("split", "kind"), [(None, "whole"), (0, "whole"), (1, "in_prompt"), (499, "in_prompt"), (500, "at_prompt_end"), (501, "in_answer")]
+)
+def test_a_cut_is_counted_by_where_it_lies(split: int | None, kind: str) -> None:
+    assert placed(placer_of(Policy.colocated), replace(facts(), forced_split=split)).kind == kind
 
 
 def test_other_policies_count_with_max_tokens() -> None:

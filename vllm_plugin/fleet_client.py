@@ -72,7 +72,7 @@ from vllm_plugin.requests import CHUNKED_ARG, EXPECTED_ARG, SPLIT_ARG, TBT_ARG, 
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
-REQUESTS = Counter("dynaserve_requests", "Sequences by whether they were cut, and why or why not.", ["cut", "reason"])
+REQUESTS = Counter("dynaserve_requests", "Sequences by whether and where they were cut, and why or why not.", ["cut", "kind", "reason"])
 REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
@@ -84,6 +84,11 @@ PLACING = Histogram(
 TTFT_ERROR = Histogram(
     "dynaserve_ttft_over_predicted",
     "Time to the first token over what the decision expected, of policies that predict.",
+    buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
+)
+END_ERROR = Histogram(
+    "dynaserve_end_over_predicted",
+    "Time to the end of an answer over what was expected when it was placed, of policies that predict.",
     buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
 )
 
@@ -191,12 +196,14 @@ class FleetClient:
             raise NoInstance("no instance of the fleet takes new requests")
         placement = decision.placement
         reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
-        REQUESTS.labels("no" if placement.beta is None else "yes", reason).inc()
+        REQUESTS.labels("no" if placement.beta is None else "yes", decision.kind, reason).inc()
         transport = cut.transport or self._transport
         block_bytes = sum(w.block_bytes for w in self.instances[placement.alpha.instance_id].description.workers)
         external_id = request.external_req_id or request.request_id
         flow = new_flow(external_id, cut.prompt_tokens, placement, reason, transport, block_bytes)
         flow.record.expected = decision.to_json()
+        if (end_ms := self._placer.predict_end_ms(request.request_id, 1e3 * time.monotonic())) is not None:
+            flow.record.expected["end_ms"] = end_ms
         self.book.add(flow.record)
         live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
@@ -339,6 +346,8 @@ class FleetClient:
         prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
         if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
             TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
+        if ended is not None and record.expected.get("end_ms"):
+            END_ERROR.observe(record.timeline_ms["finished"] / record.expected["end_ms"])
 
     async def _revise(self, instance: str, now_ms: float) -> None:
         """Asks again about the hand-offs that this instance has a part in, now that its progress is known."""

@@ -199,6 +199,9 @@ void BindScheduler(nb::module_& m) {
              double now_ms) { scheduler.Report(instance_id, progress, now_ms); },
           "instance_id"_a, "progress"_a, "now_ms"_a,
           "Actual progress on an instance replaces the predicted.")
+      .def("predict_end_ms", &Scheduler::PredictEndMs, "request_id"_a, "now_ms"_a,
+           "When a placed request would end if nothing else came; None under policies that do not "
+           "predict, or where it should have ended.")
       .def("revise", &Scheduler::Revise, "request_id"_a, "now_ms"_a,
            "Whether the hand-off of a request should come elsewhere, or not at all, and enters it; "
            "None: it stays.")

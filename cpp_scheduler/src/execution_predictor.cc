@@ -186,6 +186,12 @@ std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double
   return std::nullopt;
 }
 
+std::optional<double> ExecutionPredictor::PredictEndMs(std::uint64_t key, double now_ms) {
+  if (!Find(key, now_ms)) return std::nullopt;
+  scratch_ = base_;
+  return Run(scratch_, key, Horizon::kEnd, nullptr).end_ms;
+}
+
 bool ExecutionPredictor::Change(const VirtualRequest& changed, double now_ms) {
   Check(changed);
   Advance(base_, now_ms);

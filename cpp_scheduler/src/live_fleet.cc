@@ -294,6 +294,17 @@ void LiveFleet::Finish(const std::string& request_id, double now_ms) {
   entries_.erase(found);
 }
 
+std::optional<double> LiveFleet::PredictEndMs(const std::string& request_id, double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end()) return std::nullopt;
+  const Entry& entry = found->second;
+  const std::size_t last = entry.parts.size() - 1;
+  const auto instance = instances_.find(entry.parts[last].instance_id);
+  if (instance == instances_.end()) return std::nullopt;
+  return instance->second.predictor->PredictEndMs(KeyOf(entry.ordinal, last), now_ms);
+}
+
 void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> progress,
                        double now_ms) {
   now_ms = At(now_ms);

@@ -34,5 +34,7 @@ def test_a_policy_that_predicts_records_its_reason_and_what_it_expected(
         metrics = other.frontend.get("/metrics").text
         assert "dynaserve_placement_seconds_count 20.0" in metrics
         assert ("dynaserve_ttft_over_predicted_count 20.0" in metrics) == (policy == "dynamic")
+        assert "dynaserve_end_over_predicted_count 20.0" in metrics
+        assert (len(record["expected"]["candidates"]) > 1) == (policy == "dynamic")
     assert history.exists()
     fleet.wait_until_empty()

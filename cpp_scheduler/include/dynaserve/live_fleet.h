@@ -46,6 +46,10 @@ class LiveFleet {
   // Takes it off; unknown ids are ignored.
   void Finish(const std::string& request_id, double now_ms);
 
+  // When the request would end if nothing else came, as it is expected to go on; nullopt: it is not
+  // there, or should have ended.
+  std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
+
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
   // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
