@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from dynaserve.global_scheduler import Placement, Revision
 from dynaserve.messages import Ended, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
 from dynaserve.records import KvRecord, MicroRecord, RequestRecord
+from dynaserve.request_placer import Held
 
 ENGINE_GAVE_UP = ("abort", "error")
 """Finish reasons after which an instance may never say `Ended`: its scheduler may not even have seen the request."""
@@ -209,6 +210,16 @@ class RequestFlow:
         if self.state is State.FINISHED or side is Side.BETA:
             return []
         return [*self._finish("error", now_ms, finished=side), Fail(f"{self._micro(side).instance}: {reason}")]
+
+    def holders(self) -> list[Held]:
+        """What the instances keep of the sequence once they are done, as far as they have told."""
+        held = []
+        alpha, beta = self.record.alpha, self.record.beta
+        if alpha is not None and alpha.computed_tokens is not None:
+            held.append(Held(alpha.instance, alpha.cached_tokens + alpha.computed_tokens, alpha.cached_tokens))
+        if beta is not None and beta.computed_tokens and self.parked_at is not None:
+            held.append(Held(beta.instance, self.parked_at + beta.computed_tokens))
+        return held
 
     def pending_on(self, instance_id: str) -> bool:
         """Whether this instance has a part in a hand-off that can still be changed."""

@@ -68,7 +68,18 @@ from dynaserve.request_flow import (
 )
 from dynaserve.request_placer import RequestFacts, RequestPlacer, RunningRequest
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
-from vllm_plugin.requests import CHUNKED_ARG, EXPECTED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, TTFT_ARG, CutRequest, is_slo_ms, why_whole
+from vllm_plugin.requests import (
+    CHUNKED_ARG,
+    EXPECTED_ARG,
+    SPLIT_ARG,
+    TBT_ARG,
+    TRANSPORT_ARG,
+    TTFT_ARG,
+    CutRequest,
+    cache_key,
+    is_slo_ms,
+    why_whole,
+)
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -189,7 +200,16 @@ class FleetClient:
         obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values()])
         model = next(iter(self.instances.values())).description.model
         lengths = LengthQuery(model, cut.request_class, cut.prompt_tokens, cut.max_tokens, cut.expected_tokens)
-        facts = RequestFacts(request.request_id, lengths, cut.forced_split, obstacle is None, cut.tbt_ms, cut.ttft_ms)
+        facts = RequestFacts(
+            request.request_id,
+            lengths,
+            cut.forced_split,
+            obstacle is None,
+            cut.tbt_ms,
+            cut.ttft_ms,
+            token_ids=request.prompt_token_ids or (),
+            cache_key=cache_key(request),
+        )
         with PLACING.time():
             decision = self._placer.place(facts, 1e3 * time.monotonic())
         if decision is None:
@@ -343,6 +363,8 @@ class FleetClient:
         record = live.flow.record
         ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
+        sequence = [*(live.request.prompt_token_ids or ()), *live.flow.output_token_ids]
+        self._placer.learn_prefix(sequence, cache_key(live.request), live.flow.holders())
         prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
         if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
             TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
