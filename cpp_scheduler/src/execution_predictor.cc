@@ -357,12 +357,45 @@ bool ExecutionPredictor::Step(State& state, double until_ms, std::vector<Ended>*
   return true;
 }
 
+PrefillBudget ExecutionPredictor::BudgetBeside(const Load& load, const PrefillWork& work) {
+  return BudgetOf({0, 0.0, load.decodes, load.decode_context_tokens}, {&work, 1});
+}
+
+PrefillBudget ExecutionPredictor::BudgetOf(const BatchShape& decodes,
+                                           std::span<const PrefillWork> work) {
+  const double limit_ms = decodes.decodes == 0 ? kNever : limits_.step_ms / cost_scale_;
+  const BatchLimits limits{limit_ms, limits_.max_step_tokens, limits_.min_prefill_tokens};
+  if (work.size() != 1) return ChooseBudget(*table_, decodes, work, limits);
+  const PrefillWork& only = work.front();
+  const std::uint64_t mixed =
+      0x9E3779B97F4A7C15U *
+      static_cast<std::uint64_t>(decodes.decode_context_tokens + 31 * only.context_tokens +
+                                 7 * decodes.decodes);
+  KnownBudget& known = known_budgets_[mixed >> 58];
+  static_assert(kKnownBudgets == 64);
+  if (known.decodes == decodes.decodes && known.decode_context == decodes.decode_context_tokens &&
+      known.context == only.context_tokens && known.limit_ms == limit_ms &&
+      known.observed == table_->observed() && only.tokens >= known.budget.within) {
+    return known.budget;
+  }
+  const PrefillBudget budget = ChooseBudget(*table_, decodes, work, limits);
+  const std::int64_t room = limits_.max_step_tokens - decodes.decodes;
+  const bool bounded = budget.within < only.tokens || only.tokens >= room;
+  if (bounded && budget.reason != BudgetReason::kMinimumShare) {
+    known = {decodes.decodes,
+             decodes.decode_context_tokens,
+             only.context_tokens,
+             table_->observed(),
+             limit_ms,
+             budget};
+  }
+  return budget;
+}
+
 void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended) {
   const BatchShape decodes{0, 0.0, static_cast<std::int64_t>(state.decodes.size()),
                            state.decode_context};
-  const double limit_ms = state.decodes.empty() ? kNever : limits_.step_ms / cost_scale_;
-  const PrefillBudget budget = ChooseBudget(
-      *table_, decodes, work_, {limit_ms, limits_.max_step_tokens, limits_.min_prefill_tokens});
+  const PrefillBudget budget = BudgetOf(decodes, work_);
   const double started_ms = state.now_ms;
   last_step_ms_ = budget.step_ms * cost_scale_;
   state.now_ms += last_step_ms_;

@@ -21,6 +21,7 @@
 // and Predict() allocate nothing.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -82,7 +83,8 @@ enum class Horizon { kPrefillEnd, kEnd };
 
 class ExecutionPredictor {
  public:
-  // table must outlive the predictor.  Throws std::invalid_argument as Validate() does.
+  // table must outlive the predictor; it may learn meanwhile, but not be restored.  Throws
+  // std::invalid_argument as Validate() does.
   ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits,
                      AdmissionOrder order = AdmissionOrder::kArrival);
 
@@ -139,6 +141,10 @@ class ExecutionPredictor {
   };
   Load LoadThen(double now_ms);
 
+  // What a step beside these decodes, scaled as the instance's are, takes of this work alone: of a
+  // step's limits and the table's latencies, unscaled.
+  PrefillBudget BudgetBeside(const Load& load, const PrefillWork& work);
+
   // Prefill tokens that are admitted or wait, by the prediction for now.
   std::int64_t PrefillTokens(double now_ms);
 
@@ -183,6 +189,17 @@ class ExecutionPredictor {
     std::uint64_t key;
     Forecast forecast;
   };
+  // The budget of a step with one prefill, by what decides it.  Candidates of one search differ in
+  // what is left of that prefill, which plays no part where more is left than fits.
+  struct KnownBudget {
+    std::int64_t decodes = -1;
+    std::int64_t decode_context = 0;
+    std::int64_t context = 0;
+    std::int64_t observed = 0;
+    double limit_ms = 0.0;
+    PrefillBudget budget;
+  };
+  static constexpr std::size_t kKnownBudgets = 64;
   // What stands in the way of the waiting, found while the work of a step is gathered.
   struct Gathered {
     double next_ready_ms = std::numeric_limits<double>::infinity();
@@ -201,6 +218,7 @@ class ExecutionPredictor {
   // One step, or a stretch of them that ends no later than the first step at or after `until_ms`.
   // False: nothing is left to do before `until_ms`.
   bool Step(State& state, double until_ms, std::vector<Ended>* ended);
+  PrefillBudget BudgetOf(const BatchShape& decodes, std::span<const PrefillWork> work);
   void StepWithPrefill(State& state, std::vector<Ended>* ended);
   void Stretch(State& state, double until_ms);
   void EndDecodes(State& state, std::vector<Ended>* ended);
@@ -221,6 +239,8 @@ class ExecutionPredictor {
   State base_;  // what is, or was predicted from what was last known
   State tail_;  // the first step that a newcomer could change; a copy of base_ where stale
   bool tail_stale_ = false;
+
+  std::array<KnownBudget, kKnownBudgets> known_budgets_;
 
   // Kept for their memory.
   State scratch_;

@@ -67,7 +67,8 @@ struct Choice {
   Outcome outcome;
   double objective_ms = 0.0;
   double whole_objective_ms = 0.0;  // of the best whole run that was tried
-  double hand_off_ms = 0.0;         // absolute time at which beta is ready
+  double hand_off_ms = 0.0;         // absolute time at which beta is ready,
+  double beta_start_ms = 0.0;       // and at which it starts
   int probes = 0;
 
   bool operator==(const Choice&) const = default;
