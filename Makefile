@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-handoff bench-scheduler clean runtime dev bench-idle bench-fidelity
+.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-fidelity bench-handoff bench-idle bench-predictor bench-scheduler clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -56,6 +56,9 @@ bench-fidelity: runtime ## two real instances against the simulator with their l
 
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds
 	$(BIN)/python -m benchmarks.decide $(ARGS)
+
+bench-predictor: runtime ## when requests were expected to end, and when they did, on real instances; ARGS=... options
+	$(BIN)/python -m benchmarks.predictor $(ARGS)
 
 bench-scheduler: dev ## what a decision of the dynamic policy costs, and its gap to exhaustive search; ARGS=... options
 	$(BIN)/python -m benchmarks.placement $(ARGS)

@@ -372,8 +372,22 @@ class ExecutionPredictor:
     def prefill_tokens(self, now_ms: float) -> int:
         """Prefill tokens that are admitted or wait."""
 
-    def computed_tokens(self, key: int, now_ms: float) -> int | None:
-        """Tokens that a request has computed; None: it is not there (any more)."""
+    def find(self, key: int, now_ms: float) -> VirtualRequest | None:
+        """A request as it stands now; None: it is not there (any more)."""
+
+    def predict_end_ms(self, key: int, now_ms: float) -> float | None:
+        """
+        When it would end if nothing else came; None: it is not there (any more).
+        """
+
+    def change(self, changed: VirtualRequest, now_ms: float) -> bool:
+        """
+        Gives the request of that key other work, in its place; False: it is not there, or decodes already.
+        ValueError: as `predict`.
+        """
+
+    def predict_change(self, changed: VirtualRequest, now_ms: float, horizon: Horizon = Horizon.end) -> Forecast | None:
+        """What would become of it then; None where `change` returns False."""
 
     def play_out(self, now_ms: float) -> list[tuple[int, Forecast]]:
         """Plays everything to its end: (key, forecast) of each, as they end."""
@@ -402,6 +416,15 @@ class PlacementReason(enum.Enum):
     levels_prefill = 9
 
     balanced = 10
+
+class RevisionReason(enum.Enum):
+    """Why a hand-off was changed on the way."""
+
+    alone_is_better = 0
+
+    later_is_better = 1
+
+    earlier_is_better = 2
 
 class Policy(enum.Enum):
     """How requests are cut when nothing forces a cut."""
@@ -455,10 +478,27 @@ class Slo:
 
     def __repr__(self) -> str: ...
 
+class CachedPrefix:
+    """What an instance's prefix cache has of a prompt."""
+
+    def __init__(self, instance_id: str, tokens: int) -> None: ...
+
+    @property
+    def instance_id(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
 class RequestSpec:
     """What the scheduler knows about a request."""
 
-    def __init__(self, *, request_id: str, prompt_tokens: int, max_output_tokens: int, expected_output_tokens: int, forced_split: int | None = None, may_cut: bool = True, likely_output_tokens: int = 0, slo: Slo = ...) -> None: ...
+    def __init__(self, *, request_id: str, prompt_tokens: int, max_output_tokens: int, expected_output_tokens: int, forced_split: int | None = None, may_cut: bool = True, likely_output_tokens: int = 0, slo: Slo = ..., cached: Sequence[CachedPrefix] = []) -> None: ...
 
     @property
     def request_id(self) -> str: ...
@@ -484,6 +524,9 @@ class RequestSpec:
     @property
     def slo(self) -> Slo: ...
 
+    @property
+    def cached(self) -> tuple[CachedPrefix, ...]: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
@@ -503,6 +546,30 @@ class MicroRequest:
 
     @property
     def end_token(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Candidate:
+    """A placement that was predicted exactly; whole if beta is None."""
+
+    @property
+    def alpha(self) -> str: ...
+
+    @property
+    def beta(self) -> str | None: ...
+
+    @property
+    def split_token(self) -> int: ...
+
+    @property
+    def ttft_ms(self) -> float: ...
+
+    @property
+    def objective_ms(self) -> float: ...
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -535,6 +602,10 @@ class Prediction:
 
     @property
     def gathering(self) -> int: ...
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was tried, in that order."""
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -655,6 +726,28 @@ class Scheduler:
 
     def report(self, instance_id: str, progress: Sequence[Progress], now_ms: float) -> None:
         """Actual progress on an instance replaces the predicted."""
+
+    def predict_end_ms(self, request_id: str, now_ms: float) -> float | None:
+        """
+        When a placed request would end if nothing else came; None under policies that do not predict, or where it should have ended.
+        """
+
+    def revise(self, request_id: str, now_ms: float) -> Revision | None:
+        """
+        Whether the hand-off of a request should come elsewhere, or not at all, and enters it; None: it stays.
+        """
+
+    def recut(self, request_id: str, split_token: int | None, now_ms: float) -> None:
+        """
+        The caller has moved the hand-off, or lifted it (None): it is not revised any more.
+        ValueError: the token is out of range.
+        """
+
+    def parked(self, request_id: str, computed_tokens: int, now_ms: float) -> None:
+        """
+        The alpha stands at its hand-off point.
+        ValueError: the token is out of range.
+        """
 
     def observe_step(self, instance_id: str, shape: BatchShape, measured_ms: float, now_ms: float) -> None:
         """
@@ -820,6 +913,47 @@ class SplitSearch:
     def try_whole(self, instances: Sequence[SearchInstance], index: int, request: SearchRequest, options: SearchOptions, now_ms: float) -> Choice: ...
 
     def try_cut(self, instances: Sequence[SearchInstance], alpha: int, beta: int, split_token: int, request: SearchRequest, options: SearchOptions, now_ms: float) -> Choice: ...
+
+class PendingHandOff:
+    """A hand-off that is still to come."""
+
+    def __init__(self, *, alpha: SearchInstance, beta: SearchInstance, alpha_key: int, beta_key: int, split_token: int, waited_ms: float = 0.0) -> None: ...
+
+class Revision:
+    """Another cut, or none (None), and what it and the old one cost."""
+
+    def __init__(self, split_token: int | None, reason: RevisionReason, *, objective_ms: float, kept_objective_ms: float) -> None: ...
+
+    @property
+    def split_token(self) -> int | None: ...
+
+    @property
+    def reason(self) -> RevisionReason: ...
+
+    @property
+    def objective_ms(self) -> float: ...
+
+    @property
+    def kept_objective_ms(self) -> float: ...
+
+    @property
+    def probes(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+def revise_hand_off(search: SplitSearch, pending: PendingHandOff, request: SearchRequest, options: SearchOptions, now_ms: float, least_gain_ms: float = 20.0, least_gain_share: float = 0.1) -> Revision | None:
+    """
+    Whether a pending hand-off should come elsewhere, or not at all; None: it stays.
+    """
+
+def revised_objective_ms(search: SplitSearch, pending: PendingHandOff, split_token: int | None, request: SearchRequest, options: SearchOptions, now_ms: float) -> float:
+    """
+    What keeping, moving or lifting (None) a hand-off costs; infinity: it cannot be done.
+    """
 
 class BalancedSplit:
     """Where the paper's Algorithm 1 cuts."""

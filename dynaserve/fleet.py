@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import msgspec
 
+from dynaserve import latency_profile
 from dynaserve.errors import ConfigError
+from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load
 
 _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
@@ -68,6 +71,20 @@ def check_model(model: str, instances: Sequence[Instance]) -> None:
     for instance in instances:
         if instance.description.model != model:
             raise ConfigError(f"instance {instance.instance_id} serves model {instance.description.model}, this front-end {model}")
+
+
+def profile_key(description: InstanceDescription) -> ProfileKey:
+    """What a latency profile has to be measured on to say something about this instance."""
+    return ProfileKey(description.model, description.dtype, description.device, description.parallelism, description.vllm_version)
+
+
+def check_profile(profile: Path, instances: Sequence[Instance]) -> None:
+    """Raises ConfigError, naming file, field and instance, if the profile was measured on something else than the fleet."""
+    for instance in instances:
+        try:
+            latency_profile.check(profile, profile_key(instance.description))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (instance {instance.instance_id})") from error
 
 
 def choose_transport(instances: Sequence[Instance], wanted: str | None) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 
 from dynaserve._core import (
+    CachedPrefix,
+    Candidate,
     InstanceState,
     MicroRequest,
     Options,
@@ -17,11 +19,15 @@ from dynaserve._core import (
     Prediction,
     Progress,
     RequestSpec,
+    Revision,
+    RevisionReason,
     Slo,
 )
 from dynaserve._core import Scheduler as GlobalScheduler
 
 __all__ = [
+    "CachedPrefix",
+    "Candidate",
     "GlobalScheduler",
     "InstanceState",
     "MicroRequest",
@@ -32,6 +38,8 @@ __all__ = [
     "Prediction",
     "Progress",
     "RequestSpec",
+    "Revision",
+    "RevisionReason",
     "Slo",
     "parse_policy",
     "predicts",

@@ -88,10 +88,7 @@ def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
     if content.format_version != FORMAT_VERSION:
         raise ConfigError(f"{path}: format_version is {content.format_version}, this version of DynaServe reads {FORMAT_VERSION}")
     if key is not None:
-        for name in ProfileKey.__struct_fields__:
-            measured, wanted = getattr(content.key, name), getattr(key, name)
-            if measured != wanted:
-                raise ConfigError(f"{path}: measured with {name} {measured!r}, not {wanted!r}")
+        _compare(path, content.key, key)
     for name, axis in {"token_bins": TOKEN_BINS, "decode_bins": DECODE_BINS, "context_bins": CONTEXT_BINS}.items():
         if getattr(content, name) != axis:
             raise ConfigError(f"{path}: {name} are {getattr(content, name)}, this version of DynaServe has {axis}")
@@ -101,6 +98,18 @@ def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return table
+
+
+def check(path: Path, key: ProfileKey) -> None:
+    """Raises ConfigError, naming the file and the field, if the table was measured on something else."""
+    _compare(path, _read(path).key, key)
+
+
+def _compare(path: Path, measured: ProfileKey, wanted: ProfileKey) -> None:
+    for name in ProfileKey.__struct_fields__:
+        was, should_be = getattr(measured, name), getattr(wanted, name)
+        if was != should_be:
+            raise ConfigError(f"{path}: measured with {name} {was!r}, not {should_be!r}")
 
 
 def _read(path: Path) -> _File:

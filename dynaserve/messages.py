@@ -237,7 +237,11 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     num_blocks: int
+    prefix_caching: bool
     tensor_parallel_size: int
+    device: str
+    parallelism: str
+    """device, parallelism: as in its latency profile (`dynaserve.latency_profile.ProfileKey`)."""
     cut_obstacle: str | None
     """Why no request can be cut on this instance (speculative decoding, several KV groups ...); None: it can."""
     workers: list[WorkerDescription]

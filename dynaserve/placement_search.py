@@ -1,7 +1,7 @@
 """The parts of the dynamic policy, one by one, for the simulator and the tests.
 
 One of the doors to `dynaserve._core`; the contracts are in `cpp_scheduler/include/dynaserve/` (`objective.h`,
-`fleet_planner.h`, `split_search.h`, `paper_search.h`).
+`fleet_planner.h`, `split_search.h`, `hand_off_revision.h`, `paper_search.h`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dynaserve._core import (
     FleetDemand,
     FleetPlan,
     Outcome,
+    PendingHandOff,
     SearchInstance,
     SearchOptions,
     SearchRequest,
@@ -21,6 +22,8 @@ from dynaserve._core import (
     others_wait_ms,
     plan_fleet,
     prefill_rate,
+    revise_hand_off,
+    revised_objective_ms,
 )
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "FleetDemand",
     "FleetPlan",
     "Outcome",
+    "PendingHandOff",
     "SearchInstance",
     "SearchOptions",
     "SearchRequest",
@@ -38,4 +42,6 @@ __all__ = [
     "others_wait_ms",
     "plan_fleet",
     "prefill_rate",
+    "revise_hand_off",
+    "revised_objective_ms",
 ]

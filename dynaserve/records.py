@@ -36,7 +36,8 @@ class RequestRecord:
     """One sequence of a request. reason: why it was cut or not. lifted: why an announced hand-off did not happen.
 
     expected: of the answer's length and, under policies that predict, of its times and of the best uncut run (objective_ms,
-    whole_objective_ms), when it was placed.
+    whole_objective_ms), when it was placed; candidates: what else was predicted then. revisions: how the scheduler changed the
+    hand-off afterwards, and what it expected of that.
 
     split_token: where alpha stopped, once it has; before, where it is to stop. moves: how often that was changed on the way.
 
@@ -57,6 +58,7 @@ class RequestRecord:
     beta: MicroRecord | None = None
     kv: KvRecord | None = None
     expected: dict[str, Any] = field(default_factory=dict)
+    revisions: list[dict[str, Any]] = field(default_factory=list)
     timeline_ms: dict[str, float] = field(default_factory=dict)
 
     def mark(self, phase: str, now_ms: float) -> None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from dynaserve.global_scheduler import Placement
+from dynaserve.global_scheduler import Placement, Revision
 from dynaserve.messages import Ended, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
 from dynaserve.records import KvRecord, MicroRecord, RequestRecord
+from dynaserve.request_placer import Held
 
 ENGINE_GAVE_UP = ("abort", "error")
 """Finish reasons after which an instance may never say `Ended`: its scheduler may not even have seen the request."""
@@ -209,6 +210,38 @@ class RequestFlow:
         if self.state is State.FINISHED or side is Side.BETA:
             return []
         return [*self._finish("error", now_ms, finished=side), Fail(f"{self._micro(side).instance}: {reason}")]
+
+    def holders(self) -> list[Held]:
+        """What the instances keep of the sequence once they are done, as far as they have told."""
+        held = []
+        alpha, beta = self.record.alpha, self.record.beta
+        if alpha is not None and alpha.computed_tokens is not None:
+            held.append(Held(alpha.instance, alpha.cached_tokens + alpha.computed_tokens, alpha.cached_tokens))
+        if beta is not None and beta.computed_tokens and self.parked_at is not None:
+            held.append(Held(beta.instance, self.parked_at + beta.computed_tokens))
+        return held
+
+    def pending_on(self, instance_id: str) -> bool:
+        """Whether this instance has a part in a hand-off that can still be changed."""
+        beta = self.placement.beta
+        if self.state is not State.ALPHA or self.parked_at is not None or beta is None:
+            return False
+        return instance_id in (self.placement.alpha.instance_id, beta.instance_id)
+
+    def revise(self, revision: Revision, now_ms: float) -> list[Instruction]:
+        """The scheduler's second thoughts about the hand-off."""
+        self.record.revisions.append(
+            {
+                "at_ms": round(now_ms, 3),
+                "hand_off_at": revision.split_token,
+                "reason": revision.reason.name,
+                "objective_ms": revision.objective_ms,
+                "kept_objective_ms": revision.kept_objective_ms,
+            }
+        )
+        if revision.split_token is None:
+            return self._lift(f"revised: {revision.reason.name}", now_ms)
+        return self.move(revision.split_token)
 
     def move(self, hand_off_at: int) -> list[Instruction]:
         """Asks for another hand-off point; too late once the alpha stands or is lifted: then nothing is sent."""

@@ -6,12 +6,13 @@ Not thread-safe; the caller says what time it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dynaserve.cached_prefixes import CachedPrefixes, prefix_of
 from dynaserve.execution_predictor import InstanceLimits
-from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Placement, Progress, RequestSpec, Slo
+from dynaserve.global_scheduler import CachedPrefix, GlobalScheduler, InstanceState, Placement, Progress, RequestSpec, Revision, Slo
 from dynaserve.length_predictor import LengthForecast, LengthPredictor, LengthQuery
 from dynaserve.messages import InstanceDescription, Load
 from dynaserve.step_latency import BatchShape
@@ -19,11 +20,13 @@ from dynaserve.step_latency import BatchShape
 QUANTILE_SIGMAS = 2.33
 REPORT_EVERY_MS = 200.0
 _PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
+_CANDIDATE = ("alpha", "beta", "split_token", "ttft_ms", "objective_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """A request as the front-end knows it at its arrival. tbt_ms, ttft_ms: its own SLOs; None: the fleet's."""
+    """A request as the front-end knows it at its arrival. tbt_ms, ttft_ms: its own SLOs; None: the fleet's. cache_key: what a
+    cached prefix must be equal in beside its tokens."""
 
     request_id: str
     lengths: LengthQuery
@@ -31,18 +34,41 @@ class RequestFacts:
     may_cut: bool = True
     tbt_ms: float | None = None
     ttft_ms: float | None = None
+    token_ids: Sequence[int] = ()
+    cache_key: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an instance has computed of a sequence, or was sent; cached_tokens: what it had of it before."""
+
+    instance_id: str
+    tokens: int
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     placement: Placement
     lengths: LengthForecast
+    prompt_tokens: int
+
+    @property
+    def kind(self) -> str:
+        """`whole`, or which part of the request the cut lies in."""
+        if self.placement.beta is None:
+            return "whole"
+        beyond = self.placement.split_token - self.prompt_tokens
+        return "in_prompt" if beyond < 0 else "at_prompt_end" if beyond == 0 else "in_answer"
 
     def to_json(self) -> dict[str, Any]:
         """What was expected of the request, for its record. Of policies that do not predict: its length only."""
         prediction = self.placement.prediction
-        times = {} if prediction is None else {name: getattr(prediction, name) for name in _PREDICTED}
-        return asdict(self.lengths) | times
+        if prediction is None:
+            return asdict(self.lengths)
+        times = {name: getattr(prediction, name) for name in _PREDICTED}
+        candidates = [{name: getattr(one, name) for name in _CANDIDATE} for one in prediction.candidates]
+        return asdict(self.lengths) | times | {"candidates": candidates}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +96,8 @@ class RequestPlacer:
     step_share: float = 1.0
     _queries: dict[str, LengthQuery] = field(default_factory=dict)
     _reported_ms: dict[str, float] = field(default_factory=dict)
+    _caches: dict[str, CachedPrefixes] = field(default_factory=dict)
+    _block_size: int = 1
 
     def observe(self, instance_id: str, description: InstanceDescription) -> None:
         """Adds an instance, with the limits that it describes."""
@@ -80,6 +108,9 @@ class RequestPlacer:
             step_ms=self.tbt_slo_ms * self.step_share,
         )
         self.scheduler.observe(InstanceState(instance_id, limits=limits))
+        if self.predicts and description.prefix_caching:
+            self._caches[instance_id] = CachedPrefixes(description.num_blocks)
+            self._block_size = description.block_size
 
     def place(self, facts: RequestFacts, now_ms: float) -> Decision | None:
         """None: no instance takes new requests. Raises ValueError as the scheduler's `place`."""
@@ -94,13 +125,37 @@ class RequestPlacer:
                 may_cut=facts.may_cut,
                 likely_output_tokens=forecast.likely_tokens,
                 slo=Slo(ttft_ms=facts.ttft_ms or self.ttft_slo_ms, tbt_ms=facts.tbt_ms or self.tbt_slo_ms),
+                cached=self._cached(facts),
             ),
             now_ms,
         )
         if placement is None:
             return None
         self._queries[facts.request_id] = facts.lengths
-        return Decision(placement, forecast)
+        return Decision(placement, forecast, facts.lengths.prompt_tokens)
+
+    def _cached(self, facts: RequestFacts) -> list[CachedPrefix]:
+        if not self._caches:
+            return []
+        prefix = prefix_of(facts.token_ids, self._block_size, facts.cache_key)
+        known = {name: cache.tokens_of(prefix) for name, cache in self._caches.items()}
+        return [CachedPrefix(name, tokens) for name, tokens in known.items() if tokens]
+
+    def learn_prefix(self, token_ids: Sequence[int], cache_key: Hashable, holders: Iterable[Held]) -> None:
+        """Of a request that is over: what its instances keep of it in their prefix caches."""
+        if not self._caches:
+            return
+        prefix = prefix_of(token_ids, self._block_size, cache_key)
+        for held in holders:
+            if (cache := self._caches.get(held.instance_id)) is not None:
+                if held.cached_tokens is not None:
+                    cache.correct(prefix, held.cached_tokens)
+                cache.remember(prefix, held.tokens)
+
+    def predict_end_ms(self, request_id: str, now_ms: float) -> float | None:
+        """Until a placed request ends, if nothing else comes; None under policies that do not predict."""
+        end_ms = self.scheduler.predict_end_ms(request_id, now_ms)
+        return None if end_ms is None else end_ms - now_ms
 
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""
@@ -108,6 +163,18 @@ class RequestPlacer:
         query = self._queries.pop(request_id, None)
         if query is not None and output_tokens is not None:
             self.lengths.learn(query, output_tokens)
+
+    def revise(self, request_id: str, now_ms: float) -> Revision | None:
+        """Whether a hand-off that is still to come should come elsewhere or not at all, and then counts with it."""
+        return self.scheduler.revise(request_id, now_ms)
+
+    def recut(self, request_id: str, hand_off_at: int | None, now_ms: float) -> None:
+        """Somebody else moved the hand-off, or lifted it: it is not revised any more."""
+        self.scheduler.recut(request_id, hand_off_at, now_ms)
+
+    def parked(self, request_id: str, computed_tokens: int, now_ms: float) -> None:
+        """The alpha stands at its hand-off point."""
+        self.scheduler.parked(request_id, computed_tokens, now_ms)
 
     def learn_steps(self, instance_id: str, load: Load, now_ms: float) -> None:
         """What an instance measured since its last report."""

@@ -59,6 +59,8 @@ def configure(argv: list[str]) -> FrontendConfig:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of milliseconds above 0")
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     instances = fleet.join(args.instances)
+    if predicts(policy.policy):
+        fleet.check_profile(args.latency_profile, instances)
     return FrontendConfig(instances, placer, fleet.choose_transport(instances, args.transport), args.length_history)
 
 

@@ -191,12 +191,60 @@ def test_a_higher_cost_scale_makes_everything_later() -> None:
     assert predictor.predict(request, 0.0).end_ms == pytest.approx(2 * before.end_ms)
 
 
-def test_computed_tokens_follow_the_time() -> None:
+def test_a_request_is_found_as_far_as_it_is_by_now() -> None:
     predictor = predictor_of()
     predictor.add(VirtualRequest(key=7, context_tokens=100, decode_tokens=10), 0.0)
-    assert predictor.computed_tokens(7, 0.0) == 100
-    assert predictor.computed_tokens(7, 1.0) == 101
-    assert predictor.computed_tokens(7, 1e6) is None
+    predictor.add(VirtualRequest(key=8, prefill_tokens=4000, decode_tokens=10, ready_ms=500.0), 0.0)
+    first, later = predictor.find(7, 0.0), predictor.find(7, 1.0)
+    assert first is not None
+    assert later is not None
+    assert (first.context_tokens, first.decode_tokens) == (100, 10)
+    assert (later.context_tokens, later.decode_tokens) == (101, 9)
+    waiting = predictor.find(8, 1.0)
+    assert waiting is not None
+    assert (waiting.context_tokens, waiting.prefill_tokens, waiting.ready_ms) == (0, 4000, 500.0)
+    assert predictor.find(7, 1e6) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    table=tables,
+    limits=all_limits,
+    coming=arrivals(),
+    which=st.integers(0, 13),
+    now_ms=st.floats(0.0, 3000.0),
+    prefill=st.integers(1, 2000),
+    decode=st.integers(0, 100),
+)
+def test_a_changed_request_does_what_was_predicted_of_it(
+    table: ProfileTable,
+    limits: InstanceLimits,
+    coming: list[tuple[float, VirtualRequest]],
+    which: int,
+    now_ms: float,
+    prefill: int,
+    decode: int,
+) -> None:
+    predictor = ExecutionPredictor(table, limits)
+    for arrived_ms, request in coming:
+        predictor.add(request, arrived_ms)
+    now_ms = max(now_ms, coming[-1][0])
+    key = which % len(coming)
+    standing = predictor.find(key, now_ms)
+    if standing is None:
+        assert predictor.predict_change(VirtualRequest(key=key, prefill_tokens=1), now_ms) is None
+        return
+    if (unchanged := predictor.predict_change(standing, now_ms)) is not None:
+        assert unchanged.end_ms == pytest.approx(dict(predictor.play_out(now_ms))[key].end_ms, rel=1e-9)
+    changed = VirtualRequest(
+        key=key, context_tokens=standing.context_tokens, prefill_tokens=prefill, decode_tokens=decode, ready_ms=standing.ready_ms
+    )
+    forecast = predictor.predict_change(changed, now_ms)
+    assert (forecast is not None) == predictor.change(changed, now_ms)
+    if forecast is not None:
+        played = dict(predictor.play_out(now_ms))[key]
+        assert played.end_ms == pytest.approx(forecast.end_ms, rel=1e-9)
+        assert forecast.prefill_end_ms <= forecast.end_ms
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason
+from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason, Revision, RevisionReason
 from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
 from dynaserve.request_flow import (
     ClientGone,
@@ -119,6 +119,28 @@ def test_a_moved_hand_off_is_told_to_both_and_happens_where_alpha_stopped() -> N
     assert tell(flow, ALPHA, Parked("r", 101)) == [SendContinue("b", 101, [7, 8])], "the move came too late"
     assert flow.record.split_token == 101
     assert flow.move(112) == []
+
+
+def test_second_thoughts_move_or_lift_a_hand_off_and_are_on_record() -> None:
+    flow = running(cut_flow())
+    later = Revision(110, RevisionReason.later_is_better, objective_ms=50.0, kept_objective_ms=90.0)
+    assert flow.revise(later, 7.0) == [SendMove(ALPHA, "a", 110), SendMove(BETA, "b", 110)]
+    alone = Revision(None, RevisionReason.alone_is_better, objective_ms=20.0, kept_objective_ms=80.0)
+    assert flow.revise(alone, 9.0) == [LIFT, SendAbort("b")]
+    assert flow.record.moves == 1
+    assert flow.record.lifted == "revised: alone_is_better"
+    assert [(one["at_ms"], one["hand_off_at"], one["reason"]) for one in flow.record.revisions] == [
+        (7.0, 110, "later_is_better"),
+        (9.0, None, "alone_is_better"),
+    ]
+
+
+def test_a_hand_off_is_pending_on_both_instances_until_alpha_stands() -> None:
+    flow = running(cut_flow())
+    assert [flow.pending_on(name) for name in ("a", "b", "c")] == [True, True, False]
+    tell(flow, ALPHA, Parked("r", 105))
+    assert not flow.pending_on("a")
+    assert not running(whole_flow()).pending_on("a")
 
 
 @given(before=st.lists(st.sampled_from([Granted("r", 0), Parked("r", 105)]), unique=True))

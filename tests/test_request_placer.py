@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dynaserve import length_predictor
 from dynaserve.errors import ConfigError
+from dynaserve.fleet import Instance, check_profile, profile_key
 from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
 from dynaserve.messages import InstanceDescription, Load, MeasuredStep
-from dynaserve.request_placer import Decision, RequestFacts, RequestPlacer, RunningRequest
+from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RunningRequest
 from dynaserve.serve import make_placer
 from dynaserve.step_latency import ProfileTable, Roofline
 
@@ -30,6 +33,9 @@ DESCRIPTION = InstanceDescription(
     max_num_seqs=16,
     max_num_batched_tokens=2048,
     num_blocks=1000,
+    prefix_caching=True,
+    device="cpu",
+    parallelism="tp1pp1",
     tensor_parallel_size=1,
     cut_obstacle=None,
     workers=[],
@@ -60,6 +66,26 @@ def test_a_policy_that_predicts_works_with_the_expected_length() -> None:
     assert decision.placement.alpha.end_token == 500 + 30 + 20 - 1
 
 
+def test_the_end_of_a_request_is_expected_after_its_first_token() -> None:
+    placer = placer_of(Policy.dynamic)
+    prediction = placed(placer, facts()).placement.prediction
+    end_ms = placer.predict_end_ms("r", 0.0)
+    assert prediction is not None
+    assert end_ms is not None
+    assert end_ms == pytest.approx(prediction.ttft_ms + 49 * prediction.decode_step_ms, rel=0.01)
+    assert placer.predict_end_ms("another", 0.0) is None
+    other = placer_of(Policy.colocated)
+    placed(other, facts())
+    assert other.predict_end_ms("r", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("split", "kind"), [(None, "whole"), (0, "whole"), (1, "in_prompt"), (499, "in_prompt"), (500, "at_prompt_end"), (501, "in_answer")]
+)
+def test_a_cut_is_counted_by_where_it_lies(split: int | None, kind: str) -> None:
+    assert placed(placer_of(Policy.colocated), replace(facts(), forced_split=split)).kind == kind
+
+
 def test_other_policies_count_with_max_tokens() -> None:
     assert placed(placer_of(Policy.colocated), facts()).placement.alpha.end_token == 500 + 200 - 1
 
@@ -68,6 +94,8 @@ def test_the_record_says_what_was_expected_and_why() -> None:
     expected = placed(placer_of(Policy.dynamic), facts()).to_json()
     assert (expected["expected_tokens"], expected["source"]) == (50, "hint")
     assert expected["ttft_ms"] > 0
+    assert {one["alpha"] for one in expected["candidates"]} == {"a", "b"}
+    assert min(one["objective_ms"] for one in expected["candidates"]) == expected["objective_ms"]
     assert "ttft_ms" not in placed(placer_of(Policy.colocated), facts()).to_json()
 
 
@@ -87,6 +115,35 @@ def test_measured_steps_move_the_cost_scale_of_their_instance() -> None:
         placer.learn_steps("a", Load(1, 0, 0.1, [MeasuredStep(0, 0.0, 4, 400, 50.0)]), 0.0)
     assert placer.scheduler.cost_scale("a") > 1.5
     assert placer.scheduler.cost_scale("b") == 1.0
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
+    placer = placer_of(Policy.dynamic)
+    prompt = list(range(500))
+    placer.learn_prefix([*prompt, 1, 2], None, [Held("b", 501)])
+    for number in range(3):
+        decision = placed(placer, replace(facts(str(number)), token_ids=prompt))
+        placer.finish(str(number), None, 0.0)
+        assert decision.placement.alpha.instance_id == "b"
+    cached, other = (
+        placed(placer, replace(facts(str(key)), token_ids=prompt, cache_key=key)).placement.prediction for key in (None, "salt")
+    )
+    assert cached is not None
+    assert other is not None
+    assert cached.ttft_ms < 0.6 * other.ttft_ms
+
+
+def test_what_an_instance_did_not_have_any_more_is_not_counted_on_again() -> None:
+    placer = placer_of(Policy.dynamic)
+    prompt = list(range(500))
+    placer.learn_prefix(prompt, None, [Held("b", 500)])
+    before = placed(placer, replace(facts("1"), token_ids=prompt)).placement.prediction
+    placer.finish("1", None, 0.0)
+    placer.learn_prefix(prompt, None, [Held("b", 0, cached_tokens=0)])
+    after = placed(placer, replace(facts("2"), token_ids=prompt)).placement.prediction
+    assert before is not None
+    assert after is not None
+    assert before.ttft_ms < after.ttft_ms
 
 
 def test_progress_is_told_now_and_then() -> None:
@@ -117,6 +174,19 @@ def test_a_profile_and_a_history_are_read(tmp_path: Path) -> None:
     placer.observe("a", DESCRIPTION)
     assert placer.step_share < 1.0
     assert placed(placer, facts(hint=None)).lengths.source == "history"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model", "other"), ("dtype", "bfloat16"), ("device", "a GPU"), ("parallelism", "tp2pp1"), ("vllm_version", "0.1")]
+)
+def test_a_profile_of_something_else_is_refused_with_the_field(field: str, value: str, tmp_path: Path) -> None:
+    key = profile_key(DESCRIPTION)
+    save(tmp_path / "p.json", ProfileTable(ROOFLINE), key, "made up")
+    check_profile(tmp_path / "p.json", [Instance("http://a", DESCRIPTION)])
+    save(tmp_path / "p.json", ProfileTable(ROOFLINE), msgspec.structs.replace(key, **{field: value}), "made up")
+    wanted = getattr(key, field)
+    with pytest.raises(ConfigError, match=rf"p\.json: measured with {field} '{value}', not '{wanted}' \(instance http://a\)$"):
+        check_profile(tmp_path / "p.json", [Instance("http://a", DESCRIPTION)])
 
 
 def test_a_history_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:

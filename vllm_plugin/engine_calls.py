@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from vllm.v1.engine import EngineCoreRequestType
 
+from vllm_plugin.device import profile_key
+
 
 def dynaserve_listen(self: Any) -> None:
     """From now on the engine sleeps while all its requests wait for other instances; see `wake`."""
@@ -20,8 +22,12 @@ def dynaserve_listen(self: Any) -> None:
 def dynaserve_describe(self: Any) -> dict[str, Any]:
     """The part of `InstanceDescription` that only the engine core knows."""
     config, scheduler = self.vllm_config, self.scheduler
+    key = profile_key(config)
     return {
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "dtype": key.dtype,
+        "device": key.device,
+        "parallelism": key.parallelism,
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "block_size": scheduler.block_size,
         "max_model_len": scheduler.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -39,6 +39,7 @@ from dynaserve.messages import (
     Lifted,
     LoraAdded,
     Move,
+    Parked,
     Release,
     Run,
     Step,
@@ -67,11 +68,23 @@ from dynaserve.request_flow import (
 )
 from dynaserve.request_placer import RequestFacts, RequestPlacer, RunningRequest
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
-from vllm_plugin.requests import CHUNKED_ARG, EXPECTED_ARG, SPLIT_ARG, TBT_ARG, TRANSPORT_ARG, TTFT_ARG, CutRequest, is_slo_ms, why_whole
+from vllm_plugin.requests import (
+    CHUNKED_ARG,
+    EXPECTED_ARG,
+    SPLIT_ARG,
+    TBT_ARG,
+    TRANSPORT_ARG,
+    TTFT_ARG,
+    CutRequest,
+    cache_key,
+    is_slo_ms,
+    why_whole,
+)
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
-REQUESTS = Counter("dynaserve_requests", "Sequences by whether they were cut, and why or why not.", ["cut", "reason"])
+REQUESTS = Counter("dynaserve_requests", "Sequences by whether and where they were cut, and why or why not.", ["cut", "kind", "reason"])
+REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
 PLACING = Histogram(
@@ -82,6 +95,11 @@ PLACING = Histogram(
 TTFT_ERROR = Histogram(
     "dynaserve_ttft_over_predicted",
     "Time to the first token over what the decision expected, of policies that predict.",
+    buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
+)
+END_ERROR = Histogram(
+    "dynaserve_end_over_predicted",
+    "Time to the end of an answer over what was expected when it was placed, of policies that predict.",
     buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
 )
 
@@ -182,19 +200,30 @@ class FleetClient:
         obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values()])
         model = next(iter(self.instances.values())).description.model
         lengths = LengthQuery(model, cut.request_class, cut.prompt_tokens, cut.max_tokens, cut.expected_tokens)
-        facts = RequestFacts(request.request_id, lengths, cut.forced_split, obstacle is None, cut.tbt_ms, cut.ttft_ms)
+        facts = RequestFacts(
+            request.request_id,
+            lengths,
+            cut.forced_split,
+            obstacle is None,
+            cut.tbt_ms,
+            cut.ttft_ms,
+            token_ids=request.prompt_token_ids or (),
+            cache_key=cache_key(request),
+        )
         with PLACING.time():
             decision = self._placer.place(facts, 1e3 * time.monotonic())
         if decision is None:
             raise NoInstance("no instance of the fleet takes new requests")
         placement = decision.placement
         reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
-        REQUESTS.labels("no" if placement.beta is None else "yes", reason).inc()
+        REQUESTS.labels("no" if placement.beta is None else "yes", decision.kind, reason).inc()
         transport = cut.transport or self._transport
         block_bytes = sum(w.block_bytes for w in self.instances[placement.alpha.instance_id].description.workers)
         external_id = request.external_req_id or request.request_id
         flow = new_flow(external_id, cut.prompt_tokens, placement, reason, transport, block_bytes)
         flow.record.expected = decision.to_json()
+        if (end_ms := self._placer.predict_end_ms(request.request_id, 1e3 * time.monotonic())) is not None:
+            flow.record.expected["end_ms"] = end_ms
         self.book.add(flow.record)
         live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
@@ -233,7 +262,9 @@ class FleetClient:
         for live in lives:
             now_ms = (time.monotonic() - live.arrived_s) * 1000
             instructions = live.flow.lift(now_ms) if hand_off_at is None else live.flow.move(hand_off_at)
-            asked += bool(instructions)
+            if instructions:
+                self._placer.recut(live.internal_id, hand_off_at, 1e3 * time.monotonic())
+                asked += 1
             await self._carry_out(live, instructions)
         return asked if lives else None
 
@@ -288,6 +319,7 @@ class FleetClient:
             self._placer.learn_steps(instance, step.load, now_ms)
             if self._placer.wants_progress(instance, now_ms):
                 self._placer.report(instance, self._running_on(instance), now_ms)
+                await self._revise(instance, now_ms)
         await self._on_events(event for event in step.events if isinstance(event, Lifted))
         forwarded: list[EngineCoreOutput] = []
         clock_offset_s = time.monotonic() - step.sent_at_s
@@ -313,7 +345,12 @@ class FleetClient:
 
     async def _handle(self, live: Live, side: Side, event: Event) -> bool:
         """True: the output that carried this event goes to the client."""
+        was_whole = live.flow.state is State.WHOLE
         instructions = live.flow.handle(side, event, (time.monotonic() - live.arrived_s) * 1000)
+        if isinstance(event, Parked):
+            self._placer.parked(live.internal_id, event.computed_tokens, 1e3 * time.monotonic())
+        if live.flow.state is State.WHOLE and not was_whole:
+            self._placer.recut(live.internal_id, None, 1e3 * time.monotonic())
         forward = await self._carry_out(live, instructions)
         if live.flow.over and self._live.pop(live.internal_id, None) is not None:
             self._account(live)
@@ -326,9 +363,20 @@ class FleetClient:
         record = live.flow.record
         ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
+        sequence = [*(live.request.prompt_token_ids or ()), *live.flow.output_token_ids]
+        self._placer.learn_prefix(sequence, cache_key(live.request), live.flow.holders())
         prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
         if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
             TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
+        if ended is not None and record.expected.get("end_ms"):
+            END_ERROR.observe(record.timeline_ms["finished"] / record.expected["end_ms"])
+
+    async def _revise(self, instance: str, now_ms: float) -> None:
+        """Asks again about the hand-offs that this instance has a part in, now that its progress is known."""
+        for live in [live for live in self._live.values() if live.flow.pending_on(instance)]:
+            if revision := self._placer.revise(live.internal_id, now_ms):
+                REVISED.labels(revision.reason.name).inc()
+                await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
 
     def _running_on(self, instance: str) -> Iterator[RunningRequest]:
         """Those that have begun to answer there: how far a prefill is, only the instance knows."""

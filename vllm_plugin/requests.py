@@ -64,6 +64,12 @@ class CutRequest:
         )
 
 
+def cache_key(request: EngineCoreRequest) -> tuple[str | None, str | None]:
+    """What cached blocks must be equal in beside their tokens (vLLM's `generate_block_hash_extra_keys`)."""
+    adapter = request.lora_request
+    return None if adapter is None else adapter.lora_name, request.cache_salt
+
+
 def why_whole(request: EngineCoreRequest, obstacles: Sequence[str | None]) -> str | None:
     """The reason why this request cannot be cut exactly; None: it can. obstacles: of the instances."""
     params = request.sampling_params

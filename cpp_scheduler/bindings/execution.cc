@@ -96,8 +96,16 @@ void BindExecution(nb::module_& m) {
            "When the first prefill token of a request that came now could be computed.")
       .def("prefill_tokens", &ExecutionPredictor::PrefillTokens, "now_ms"_a,
            "Prefill tokens that are admitted or wait.")
-      .def("computed_tokens", &ExecutionPredictor::ComputedTokens, "key"_a, "now_ms"_a,
-           "Tokens that a request has computed; None: it is not there (any more).")
+      .def("find", &ExecutionPredictor::Find, "key"_a, "now_ms"_a,
+           "A request as it stands now; None: it is not there (any more).")
+      .def("predict_end_ms", &ExecutionPredictor::PredictEndMs, "key"_a, "now_ms"_a,
+           "When it would end if nothing else came; None: it is not there (any more).")
+      .def("change", &ExecutionPredictor::Change, "changed"_a, "now_ms"_a,
+           "Gives the request of that key other work, in its place; False: it is not there, or "
+           "decodes already.\nValueError: as `predict`.")
+      .def("predict_change", &ExecutionPredictor::PredictChange, "changed"_a, "now_ms"_a,
+           "horizon"_a = Horizon::kEnd,
+           "What would become of it then; None where `change` returns False.")
       .def(
           "play_out",
           [](ExecutionPredictor& predictor, double now_ms) {

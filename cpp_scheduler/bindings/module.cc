@@ -22,6 +22,14 @@ void BindSimulator(nb::module_& m);  // simulator.cc
 
 namespace {
 
+// Hashable, as the values that hold them are.
+template <typename Value>
+nb::typed<nb::tuple, Value, nb::ellipsis> Tuple(const std::vector<Value>& values) {
+  nb::list list;
+  for (const Value& value : values) list.append(value);
+  return nb::borrow<nb::typed<nb::tuple, Value, nb::ellipsis>>(nb::tuple(list));
+}
+
 void BindEnums(nb::module_& m) {
   nb::enum_<PlacementReason>(m, "PlacementReason", "Why a request was cut, or runs whole.")
       .value("forced", PlacementReason::kForced)
@@ -35,6 +43,10 @@ void BindEnums(nb::module_& m) {
       .value("whole_is_best", PlacementReason::kWholeIsBest)
       .value("levels_prefill", PlacementReason::kLevelsPrefill)
       .value("balanced", PlacementReason::kBalanced);
+  nb::enum_<RevisionReason>(m, "RevisionReason", "Why a hand-off was changed on the way.")
+      .value("alone_is_better", RevisionReason::kAloneIsBetter)
+      .value("later_is_better", RevisionReason::kLaterIsBetter)
+      .value("earlier_is_better", RevisionReason::kEarlierIsBetter);
   nb::enum_<Policy>(m, "Policy", "How requests are cut when nothing forces a cut.")
       .value("colocated", Policy::kColocated)
       .value("disaggregated", Policy::kDisaggregated)
@@ -61,13 +73,21 @@ void BindValues(nb::module_& m) {
       .def_ro("tbt_ms", &Slo::tbt_ms);
   AsValue(slo, "ttft_ms", "tbt_ms");
 
+  nb::class_<CachedPrefix> cached(m, "CachedPrefix",
+                                  "What an instance's prefix cache has of a prompt.");
+  cached.def(nb::init<InstanceId, std::int64_t>(), "instance_id"_a, "tokens"_a)
+      .def_ro("instance_id", &CachedPrefix::instance_id)
+      .def_ro("tokens", &CachedPrefix::tokens);
+  AsValue(cached, "instance_id", "tokens");
+
   nb::class_<RequestSpec> request(m, "RequestSpec", "What the scheduler knows about a request.");
   request
       .def(nb::init<std::string, std::int64_t, std::int64_t, std::int64_t,
-                    std::optional<std::int64_t>, bool, std::int64_t, Slo>(),
+                    std::optional<std::int64_t>, bool, std::int64_t, Slo,
+                    std::vector<CachedPrefix>>(),
            nb::kw_only(), "request_id"_a, "prompt_tokens"_a, "max_output_tokens"_a,
            "expected_output_tokens"_a, "forced_split"_a = nb::none(), "may_cut"_a = true,
-           "likely_output_tokens"_a = 0, "slo"_a = Slo{})
+           "likely_output_tokens"_a = 0, "slo"_a = Slo{}, "cached"_a = std::vector<CachedPrefix>{})
       .def_ro("request_id", &RequestSpec::request_id)
       .def_ro("prompt_tokens", &RequestSpec::prompt_tokens)
       .def_ro("max_output_tokens", &RequestSpec::max_output_tokens)
@@ -75,9 +95,10 @@ void BindValues(nb::module_& m) {
       .def_ro("forced_split", &RequestSpec::forced_split)
       .def_ro("may_cut", &RequestSpec::may_cut)
       .def_ro("likely_output_tokens", &RequestSpec::likely_output_tokens)
-      .def_ro("slo", &RequestSpec::slo);
+      .def_ro("slo", &RequestSpec::slo)
+      .def_prop_ro("cached", [](const RequestSpec& spec) { return Tuple(spec.cached); });
   AsValue(request, "request_id", "prompt_tokens", "max_output_tokens", "expected_output_tokens",
-          "forced_split", "may_cut", "likely_output_tokens", "slo");
+          "forced_split", "may_cut", "likely_output_tokens", "slo", "cached");
 
   nb::class_<MicroRequest> part(m, "MicroRequest",
                                 "One instance's part: the tokens [start_token, end_token).");
@@ -88,6 +109,15 @@ void BindValues(nb::module_& m) {
       .def_ro("end_token", &MicroRequest::end_token);
   AsValue(part, "instance_id", "start_token", "end_token");
 
+  nb::class_<Candidate> candidate(m, "Candidate",
+                                  "A placement that was predicted exactly; whole if beta is None.");
+  candidate.def_ro("alpha", &Candidate::alpha)
+      .def_ro("beta", &Candidate::beta)
+      .def_ro("split_token", &Candidate::split_token)
+      .def_ro("ttft_ms", &Candidate::ttft_ms)
+      .def_ro("objective_ms", &Candidate::objective_ms);
+  AsValue(candidate, "alpha", "beta", "split_token", "ttft_ms", "objective_ms");
+
   nb::class_<Prediction> prediction(m, "Prediction",
                                     "What a policy that predicts expected of its choice; "
                                     "milliseconds, from the decision on.");
@@ -97,9 +127,12 @@ void BindValues(nb::module_& m) {
       .def_ro("objective_ms", &Prediction::objective_ms)
       .def_ro("whole_objective_ms", &Prediction::whole_objective_ms)
       .def_ro("probes", &Prediction::probes)
-      .def_ro("gathering", &Prediction::gathering);
+      .def_ro("gathering", &Prediction::gathering)
+      .def_prop_ro(
+          "candidates", [](const Prediction& p) { return Tuple(p.candidates); },
+          "What was tried, in that order.");
   AsValue(prediction, "ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms",
-          "whole_objective_ms", "probes", "gathering");
+          "whole_objective_ms", "probes", "gathering", "candidates");
 
   nb::class_<Placement> placement(m, "Placement",
                                   "Which instances run a request; whole if beta is None.");
@@ -171,6 +204,17 @@ void BindScheduler(nb::module_& m) {
              double now_ms) { scheduler.Report(instance_id, progress, now_ms); },
           "instance_id"_a, "progress"_a, "now_ms"_a,
           "Actual progress on an instance replaces the predicted.")
+      .def("predict_end_ms", &Scheduler::PredictEndMs, "request_id"_a, "now_ms"_a,
+           "When a placed request would end if nothing else came; None under policies that do not "
+           "predict, or where it should have ended.")
+      .def("revise", &Scheduler::Revise, "request_id"_a, "now_ms"_a,
+           "Whether the hand-off of a request should come elsewhere, or not at all, and enters it; "
+           "None: it stays.")
+      .def("recut", &Scheduler::Recut, "request_id"_a, "split_token"_a.none(), "now_ms"_a,
+           "The caller has moved the hand-off, or lifted it (None): it is not revised any more.\n"
+           "ValueError: the token is out of range.")
+      .def("parked", &Scheduler::Parked, "request_id"_a, "computed_tokens"_a, "now_ms"_a,
+           "The alpha stands at its hand-off point.\nValueError: the token is out of range.")
       .def("observe_step", &Scheduler::ObserveStep, "instance_id"_a, "shape"_a, "measured_ms"_a,
            "now_ms"_a,
            "A measured step moves the instance's cost scale.\nValueError: it has no tokens, or a "

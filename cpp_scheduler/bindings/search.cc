@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dynaserve/fleet_planner.h"
+#include "dynaserve/hand_off_revision.h"
 #include "dynaserve/paper_search.h"
 #include "dynaserve/split_search.h"
 #include "values.h"
@@ -132,6 +133,44 @@ void BindSearch(nb::module_& m) {
           },
           "instances"_a, "alpha"_a, "beta"_a, "split_token"_a, "request"_a, "options"_a,
           "now_ms"_a);
+
+  nb::class_<PendingHandOff>(m, "PendingHandOff", "A hand-off that is still to come.")
+      .def(nb::init<SearchInstance, SearchInstance, std::uint64_t, std::uint64_t, std::int64_t,
+                    double>(),
+           nb::kw_only(), "alpha"_a, "beta"_a, "alpha_key"_a, "beta_key"_a, "split_token"_a,
+           "waited_ms"_a = 0.0, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
+  nb::class_<Revision> revision(m, "Revision",
+                                "Another cut, or none (None), and what it and the old one cost.");
+  revision
+      .def(
+          "__init__",
+          [](Revision* self, std::optional<std::int64_t> split_token, RevisionReason reason,
+             double objective_ms, double kept_objective_ms) {
+            new (self) Revision{split_token, reason, objective_ms, kept_objective_ms, 0.0, 0};
+          },
+          "split_token"_a.none(), "reason"_a, nb::kw_only(), "objective_ms"_a,
+          "kept_objective_ms"_a)
+      .def_ro("split_token", &Revision::split_token)
+      .def_ro("reason", &Revision::reason)
+      .def_ro("objective_ms", &Revision::objective_ms)
+      .def_ro("kept_objective_ms", &Revision::kept_objective_ms)
+      .def_ro("probes", &Revision::probes);
+  AsValue(revision, "split_token", "reason", "objective_ms", "kept_objective_ms", "probes");
+  m.def(
+      "revise_hand_off",
+      [](SplitSearch& search, const PendingHandOff& pending, const SearchRequest& request,
+         const SearchOptions& options, double now_ms, double least_gain_ms,
+         double least_gain_share) {
+        return ReviseHandOff(search, pending, request, options, {least_gain_ms, least_gain_share},
+                             now_ms);
+      },
+      "search"_a, "pending"_a, "request"_a, "options"_a, "now_ms"_a,
+      "least_gain_ms"_a = RevisionOptions{}.least_gain_ms,
+      "least_gain_share"_a = RevisionOptions{}.least_gain_share,
+      "Whether a pending hand-off should come elsewhere, or not at all; None: it stays.");
+  m.def("revised_objective_ms", &RevisedObjectiveMs, "search"_a, "pending"_a,
+        "split_token"_a.none(), "request"_a, "options"_a, "now_ms"_a,
+        "What keeping, moving or lifting (None) a hand-off costs; infinity: it cannot be done.");
 
   nb::class_<BalancedSplit>(m, "BalancedSplit", "Where the paper's Algorithm 1 cuts.")
       .def_ro("split_token", &BalancedSplit::split_token)

@@ -144,7 +144,7 @@ PrefillBudget ChooseBudget(const ProfileTable& table, const BatchShape& decodes,
   } else if (most < work) {
     reason = BudgetReason::kMaxTokens;
   }
-  return {cheapest, search.StepMs(cheapest), reason};
+  return {cheapest, search.StepMs(cheapest), reason, within};
 }
 
 bool LeavesRoomForDecode(const ProfileTable& table, const BatchShape& decodes,

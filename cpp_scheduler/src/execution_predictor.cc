@@ -171,18 +171,73 @@ std::int64_t ExecutionPredictor::PrefillTokens(double now_ms) {
   return tokens;
 }
 
-std::optional<std::int64_t> ExecutionPredictor::ComputedTokens(std::uint64_t key, double now_ms) {
+std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double now_ms) {
   Advance(base_, now_ms);
   for (const Decode& decode : base_.decodes) {
-    if (decode.key == key) return decode.end_context - (decode.end_step - base_.step);
+    const std::int64_t left = decode.end_step - base_.step;
+    if (decode.key == key) return VirtualRequest{key, decode.end_context - left, 0, left, now_ms};
   }
   for (const Prefill& prefill : base_.prefills) {
-    if (prefill.request.key == key) return prefill.request.context_tokens;
+    if (prefill.request.key == key) return prefill.request;
   }
   for (const VirtualRequest& request : base_.waiting) {
-    if (request.key == key) return request.context_tokens;
+    if (request.key == key) return request;
   }
   return std::nullopt;
+}
+
+std::optional<double> ExecutionPredictor::PredictEndMs(std::uint64_t key, double now_ms) {
+  if (!Find(key, now_ms)) return std::nullopt;
+  scratch_ = base_;
+  return Run(scratch_, key, Horizon::kEnd, nullptr).end_ms;
+}
+
+bool ExecutionPredictor::Change(const VirtualRequest& changed, double now_ms) {
+  Check(changed);
+  Advance(base_, now_ms);
+  if (!ChangeIn(base_, changed)) return false;
+  tail_stale_ = true;
+  return true;
+}
+
+std::optional<Forecast> ExecutionPredictor::PredictChange(const VirtualRequest& changed,
+                                                          double now_ms, Horizon horizon) {
+  Check(changed);
+  Advance(base_, now_ms);
+  scratch_ = base_;
+  const std::optional<Forecast> so_far = ChangeIn(scratch_, changed);
+  if (!so_far) return std::nullopt;
+  return Run(scratch_, changed.key, horizon, nullptr, *so_far);
+}
+
+// Returns what has become of the request so far.
+std::optional<Forecast> ExecutionPredictor::ChangeIn(State& state,
+                                                     const VirtualRequest& changed) const {
+  Forecast so_far;
+  for (auto place = state.prefills.begin(); place != state.prefills.end(); ++place) {
+    if (place->request.key != changed.key) continue;
+    so_far.start_ms = place->start_ms;
+    if (changed.prefill_tokens > 0) {
+      place->request = changed;
+      return so_far;
+    }
+    so_far.prefill_end_ms = state.now_ms;
+    state.prefills.erase(place);
+    BeginDecode(state, changed, so_far.start_ms, so_far.prefill_end_ms);
+    return so_far;
+  }
+  const auto place = std::find_if(state.waiting.begin(), state.waiting.end(),
+                                  [&](const VirtualRequest& r) { return r.key == changed.key; });
+  if (place == state.waiting.end()) return std::nullopt;
+  VirtualRequest waiting = changed;
+  waiting.ready_ms = std::max(changed.ready_ms, state.now_ms);
+  if (order_ == AdmissionOrder::kArrival) {
+    *place = waiting;
+  } else {
+    state.waiting.erase(place);
+    Enqueue(state, waiting);
+  }
+  return so_far;
 }
 
 void ExecutionPredictor::Check(const VirtualRequest& request) const {
@@ -302,12 +357,45 @@ bool ExecutionPredictor::Step(State& state, double until_ms, std::vector<Ended>*
   return true;
 }
 
+PrefillBudget ExecutionPredictor::BudgetBeside(const Load& load, const PrefillWork& work) {
+  return BudgetOf({0, 0.0, load.decodes, load.decode_context_tokens}, {&work, 1});
+}
+
+PrefillBudget ExecutionPredictor::BudgetOf(const BatchShape& decodes,
+                                           std::span<const PrefillWork> work) {
+  const double limit_ms = decodes.decodes == 0 ? kNever : limits_.step_ms / cost_scale_;
+  const BatchLimits limits{limit_ms, limits_.max_step_tokens, limits_.min_prefill_tokens};
+  if (work.size() != 1) return ChooseBudget(*table_, decodes, work, limits);
+  const PrefillWork& only = work.front();
+  const std::uint64_t mixed =
+      0x9E3779B97F4A7C15U *
+      static_cast<std::uint64_t>(decodes.decode_context_tokens + 31 * only.context_tokens +
+                                 7 * decodes.decodes);
+  KnownBudget& known = known_budgets_[mixed >> 58];
+  static_assert(kKnownBudgets == 64);
+  if (known.decodes == decodes.decodes && known.decode_context == decodes.decode_context_tokens &&
+      known.context == only.context_tokens && known.limit_ms == limit_ms &&
+      known.observed == table_->observed() && only.tokens >= known.budget.within) {
+    return known.budget;
+  }
+  const PrefillBudget budget = ChooseBudget(*table_, decodes, work, limits);
+  const std::int64_t room = limits_.max_step_tokens - decodes.decodes;
+  const bool bounded = budget.within < only.tokens || only.tokens >= room;
+  if (bounded && budget.reason != BudgetReason::kMinimumShare) {
+    known = {decodes.decodes,
+             decodes.decode_context_tokens,
+             only.context_tokens,
+             table_->observed(),
+             limit_ms,
+             budget};
+  }
+  return budget;
+}
+
 void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended) {
   const BatchShape decodes{0, 0.0, static_cast<std::int64_t>(state.decodes.size()),
                            state.decode_context};
-  const double limit_ms = state.decodes.empty() ? kNever : limits_.step_ms / cost_scale_;
-  const PrefillBudget budget = ChooseBudget(
-      *table_, decodes, work_, {limit_ms, limits_.max_step_tokens, limits_.min_prefill_tokens});
+  const PrefillBudget budget = BudgetOf(decodes, work_);
   const double started_ms = state.now_ms;
   last_step_ms_ = budget.step_ms * cost_scale_;
   state.now_ms += last_step_ms_;
@@ -414,9 +502,9 @@ ExecutionPredictor::State& ExecutionPredictor::Tail(double now_ms) {
 }
 
 Forecast ExecutionPredictor::Run(State& state, std::uint64_t watched, Horizon horizon,
-                                 std::vector<Ended>* ended) {
+                                 std::vector<Ended>* ended, const Forecast& so_far) {
   watched_ = watched;
-  watched_forecast_ = {};
+  watched_forecast_ = so_far;
   const double& goal =
       horizon == Horizon::kEnd ? watched_forecast_.end_ms : watched_forecast_.prefill_end_ms;
   while (goal == kNever && Step(state, kNever, ended)) {

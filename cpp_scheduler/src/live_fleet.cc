@@ -31,6 +31,35 @@ std::int64_t PromisedTokens(const RequestSpec& request) {
   return request.prompt_tokens + (LikelyOutputs(request) + 1) / 2;
 }
 
+SearchRequest Wanted(const RequestSpec& request) {
+  SearchRequest wanted;
+  wanted.prompt_tokens = std::max<std::int64_t>(1, request.prompt_tokens);
+  wanted.expected_output_tokens = std::max<std::int64_t>(1, OutputsOf(request));
+  wanted.likely_output_tokens = std::max<std::int64_t>(1, LikelyOutputs(request));
+  wanted.may_cut = request.may_cut;
+  wanted.slo = request.slo;
+  return wanted;
+}
+
+std::int64_t EndToken(const SearchRequest& request) {
+  return ComputedTokens(request.prompt_tokens, request.expected_output_tokens);
+}
+
+// Of its tokens [computed, end_token).
+VirtualRequest RestUpTo(const SearchRequest& request, std::int64_t end_token,
+                        std::int64_t computed) {
+  const std::int64_t prefill_end = std::min(end_token, request.prompt_tokens);
+  return {0, computed, std::max<std::int64_t>(0, prefill_end - computed),
+          std::max<std::int64_t>(0, end_token - std::max(computed, request.prompt_tokens)), 0.0};
+}
+
+std::int64_t CachedOn(const RequestSpec& request, const InstanceId& instance_id) {
+  for (const CachedPrefix& prefix : request.cached) {
+    if (prefix.instance_id == instance_id) return prefix.tokens;
+  }
+  return 0;
+}
+
 std::uint64_t KeyOf(std::uint64_t ordinal, std::size_t side) { return 2 * ordinal + side; }
 
 Placement WholeOn(const InstanceId& instance_id, std::int64_t end_token, PlacementReason reason,
@@ -117,30 +146,33 @@ Placement LiveFleet::Choose(const RequestSpec& request, std::span<const Instance
                                            : ChooseDynamic(request, accepting, now_ms);
 }
 
+SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) const {
+  return {instance.predictor.get(), plan_.gathering > 0 && !instance.gathers, 0,
+          instance.promised_tokens - own_promise};
+}
+
+SearchOptions LiveFleet::Circumstances(std::size_t instances) const {
+  SearchOptions options;
+  options.hand_off_ms = options_.hand_off_ms;
+  options.kv_token_ms = options_.kv_token_ms;
+  options.arrivals_per_ms = recent_arrivals_ / kRecentMs / static_cast<double>(instances);
+  options.lost_share = plan_.lost_share;
+  const double rate = plan_.prefill_rate;
+  options.prefill_pressure =
+      rate > 0.0 ? std::min(1.0, recent_prompt_tokens_ / kRecentMs / rate) : 1.0;
+  return options;
+}
+
 Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
                                    std::span<const InstanceLoad> accepting, double now_ms) {
   Plan(accepting, now_ms);
   candidates_.clear();
   for (const InstanceLoad& load : accepting) {
-    Instance& instance = instances_.at(load.instance_id);
-    candidates_.push_back({instance.predictor.get(), plan_.gathering > 0 && !instance.gathers, 0,
-                           instance.promised_tokens});
+    candidates_.push_back(Seen(instances_.at(load.instance_id), 0));
+    candidates_.back().cached_tokens = CachedOn(request, load.instance_id);
   }
-  SearchRequest wanted;
-  wanted.prompt_tokens = std::max<std::int64_t>(1, request.prompt_tokens);
-  wanted.expected_output_tokens = std::max<std::int64_t>(1, OutputsOf(request));
-  wanted.likely_output_tokens = std::max<std::int64_t>(1, LikelyOutputs(request));
-  wanted.may_cut = request.may_cut;
-  wanted.slo = request.slo;
-  SearchOptions options;
-  const auto instances = static_cast<double>(accepting.size());
-  options.hand_off_ms = options_.hand_off_ms;
-  options.kv_token_ms = options_.kv_token_ms;
-  options.arrivals_per_ms = recent_arrivals_ / kRecentMs / instances;
-  options.lost_share = plan_.lost_share;
-  const double rate = plan_.prefill_rate;
-  options.prefill_pressure =
-      rate > 0.0 ? std::min(1.0, recent_prompt_tokens_ / kRecentMs / rate) : 1.0;
+  const SearchRequest wanted = Wanted(request);
+  const SearchOptions options = Circumstances(accepting.size());
   const Choice choice =
       options_.policy == Policy::kExhaustive
           ? FindExhaustively(search_, candidates_, wanted, options, options_.stride_tokens, now_ms)
@@ -153,6 +185,15 @@ Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
   prediction.whole_objective_ms = choice.whole_objective_ms;
   prediction.probes = choice.probes;
   prediction.gathering = plan_.gathering;
+  prediction.candidates.reserve(search_.tried().size());
+  for (const Tried& tried : search_.tried()) {
+    Candidate& candidate = prediction.candidates.emplace_back();
+    candidate.alpha = accepting[tried.alpha].instance_id;
+    if (tried.beta) candidate.beta = accepting[*tried.beta].instance_id;
+    candidate.split_token = tried.split_token;
+    candidate.ttft_ms = tried.ttft_ms;
+    candidate.objective_ms = tried.objective_ms;
+  }
   const std::int64_t end_token = ComputedTokens(request.prompt_tokens, OutputsOf(request));
   const InstanceId& first = accepting[choice.alpha].instance_id;
   if (!choice.beta) {
@@ -200,10 +241,15 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
   entry.ordinal = num_entered_++;
   entry.prompt_tokens = request.prompt_tokens;
   entry.split_token = placement.split_token();
+  entry.request = Wanted(request);
+  entry.arrived_ms = entry.looked_ms = now_ms;
+  entry.revisions_left = placement.reason == PlacementReason::kLevelsPrefill ? kMostRevisions : 0;
   const std::int64_t promised = PromisedTokens(request);
   const std::int64_t split = placement.split_token();
   const std::int64_t prefill = std::min(split, request.prompt_tokens);
-  const VirtualRequest alpha{0, 0, prefill, split - prefill, now_ms};
+  const std::int64_t cached = std::clamp<std::int64_t>(
+      CachedOn(request, placement.alpha.instance_id), 0, std::max<std::int64_t>(0, prefill - 1));
+  const VirtualRequest alpha{0, cached, prefill - cached, split - prefill, now_ms};
   if (!placement.beta) {
     EnterPart(entry, 0, placement.alpha.instance_id, alpha, promised, now_ms);
     return;
@@ -253,6 +299,17 @@ void LiveFleet::Finish(const std::string& request_id, double now_ms) {
   entries_.erase(found);
 }
 
+std::optional<double> LiveFleet::PredictEndMs(const std::string& request_id, double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end()) return std::nullopt;
+  const Entry& entry = found->second;
+  const std::size_t last = entry.parts.size() - 1;
+  const auto instance = instances_.find(entry.parts[last].instance_id);
+  if (instance == instances_.end()) return std::nullopt;
+  return instance->second.predictor->PredictEndMs(KeyOf(entry.ordinal, last), now_ms);
+}
+
 void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> progress,
                        double now_ms) {
   now_ms = At(now_ms);
@@ -275,6 +332,13 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     if (is_alpha_of_two) end_token = entry.split_token;
     const std::int64_t computed =
         std::max(report.computed_tokens, side == 1 ? entry.split_token : std::int64_t{0});
+    if (!is_alpha_of_two) {
+      // An answer that outgrew what was promised for it holds what it has computed.
+      const std::int64_t grown =
+          std::max<std::int64_t>(0, computed - entry.parts[side].promised_tokens);
+      entry.parts[side].promised_tokens += grown;
+      found->second.promised_tokens += grown;
+    }
     const std::uint64_t key = KeyOf(entry.ordinal, side);
     const auto same = [key](const VirtualRequest& r) { return r.key == key; };
     std::erase_if(running_, same);
@@ -305,6 +369,121 @@ void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
   if (kept == instances_.end()) return;
   alpha.promised_tokens += beta.promised_tokens;
   kept->second.promised_tokens += beta.promised_tokens;
+}
+
+std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end()) return std::nullopt;
+  Entry& entry = found->second;
+  if (entry.parts.size() < 2 || entry.revisions_left == 0) return std::nullopt;
+  if (now_ms - entry.looked_ms < kLookEveryMs) return std::nullopt;
+  entry.looked_ms = now_ms;
+  const auto alpha = instances_.find(entry.parts[0].instance_id);
+  const auto beta = instances_.find(entry.parts[1].instance_id);
+  if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
+  PendingHandOff pending;
+  pending.alpha = Seen(alpha->second, entry.parts[0].promised_tokens);
+  pending.beta = Seen(beta->second, entry.parts[1].promised_tokens);
+  pending.alpha_key = KeyOf(entry.ordinal, 0);
+  pending.beta_key = KeyOf(entry.ordinal, 1);
+  pending.split_token = entry.split_token;
+  pending.waited_ms = now_ms - entry.arrived_ms;
+  const std::optional<Revision> revision =
+      ReviseHandOff(search_, pending, entry.request, Circumstances(planned_instances_), {}, now_ms);
+  if (!revision) return revision;
+  entry.revisions_left -= 1;
+  if (revision->split_token) {
+    CutAt(entry, *revision->split_token, revision->hand_off_ms, now_ms);
+  } else {
+    Lift(entry, now_ms);
+  }
+  return revision;
+}
+
+void LiveFleet::Recut(const std::string& request_id, std::optional<std::int64_t> split_token,
+                      double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end() || found->second.parts.size() < 2) return;
+  Entry& entry = found->second;
+  entry.revisions_left = 0;
+  if (!split_token) {
+    Lift(entry, now_ms);
+    return;
+  }
+  double ready_ms = now_ms + options_.hand_off_ms;
+  const auto alpha = instances_.find(entry.parts[0].instance_id);
+  const std::uint64_t key = KeyOf(entry.ordinal, 0);
+  if (alpha != instances_.end()) {
+    ExecutionPredictor& predictor = *alpha->second.predictor;
+    if (const auto standing = predictor.Find(key, now_ms)) {
+      VirtualRequest rest = RestUpTo(entry.request, *split_token, standing->context_tokens);
+      rest.key = key;
+      if (rest.prefill_tokens + rest.decode_tokens > 0) {
+        const auto forecast = predictor.PredictChange(rest, now_ms, Horizon::kEnd);
+        if (forecast) ready_ms = forecast->end_ms + options_.hand_off_ms;
+      }
+    }
+  }
+  CutAt(entry, *split_token, ready_ms, now_ms);
+}
+
+void LiveFleet::Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end() || found->second.parts.size() < 2 || computed_tokens < 1) return;
+  Entry& entry = found->second;
+  entry.revisions_left = 0;
+  CutAt(entry, computed_tokens, now_ms + options_.hand_off_ms, now_ms);
+  const auto alpha = instances_.find(entry.parts[0].instance_id);
+  if (alpha != instances_.end()) alpha->second.predictor->Remove(KeyOf(entry.ordinal, 0), now_ms);
+}
+
+// What is predicted to be over already stays over: alpha stands, until something is heard of it.
+void LiveFleet::CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms) {
+  entry.split_token = split_token;
+  const auto alpha = instances_.find(entry.parts[0].instance_id);
+  const std::uint64_t key = KeyOf(entry.ordinal, 0);
+  if (alpha != instances_.end()) {
+    const auto standing = alpha->second.predictor->Find(key, now_ms);
+    if (standing) {
+      VirtualRequest rest = RestUpTo(entry.request, split_token, standing->context_tokens);
+      rest.key = key;
+      rest.ready_ms = standing->ready_ms;
+      Put(entry.parts[0].instance_id, rest, now_ms);
+    }
+  }
+  VirtualRequest rest =
+      RestUpTo(entry.request, std::max(EndToken(entry.request), split_token + 1), split_token);
+  rest.key = KeyOf(entry.ordinal, 1);
+  rest.ready_ms = ready_ms;
+  Put(entry.parts[1].instance_id, rest, now_ms);
+}
+
+void LiveFleet::Lift(Entry& entry, double now_ms) {
+  StayOnAlpha(entry, now_ms);
+  const auto alpha = instances_.find(entry.parts.front().instance_id);
+  if (alpha == instances_.end()) return;
+  const std::uint64_t key = KeyOf(entry.ordinal, 0);
+  const auto standing = alpha->second.predictor->Find(key, now_ms);
+  const std::int64_t computed = standing ? standing->context_tokens : entry.split_token;
+  entry.split_token = EndToken(entry.request);
+  VirtualRequest rest = RestUpTo(entry.request, entry.split_token, computed);
+  rest.key = key;
+  rest.ready_ms = standing ? standing->ready_ms : now_ms;
+  Put(entry.parts.front().instance_id, rest, now_ms);
+}
+
+// In its place, if it waits or prefills there.
+void LiveFleet::Put(const InstanceId& instance_id, const VirtualRequest& request, double now_ms) {
+  const auto found = instances_.find(instance_id);
+  if (found == instances_.end()) return;
+  ExecutionPredictor& predictor = *found->second.predictor;
+  const bool has_tokens = request.prefill_tokens + request.decode_tokens > 0;
+  if (has_tokens && predictor.Change(request, now_ms)) return;
+  predictor.Remove(request.key, now_ms);
+  if (has_tokens) predictor.Add(request, now_ms);
 }
 
 void LiveFleet::ObserveStep(const InstanceId& instance_id, const BatchShape& shape,

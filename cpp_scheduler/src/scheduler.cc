@@ -52,6 +52,7 @@ void Validate(const RequestSpec& request) {
   ValidateTokens("max_output_tokens", request.max_output_tokens);
   ValidateTokens("expected_output_tokens", request.expected_output_tokens);
   ValidateTokens("likely_output_tokens", request.likely_output_tokens);
+  for (const CachedPrefix& prefix : request.cached) ValidateTokens("cached tokens", prefix.tokens);
   if (!(request.slo.ttft_ms > 0.0)) Refuse("ttft_ms is ", request.slo.ttft_ms, ", not above 0");
   if (!(request.slo.tbt_ms > 0.0)) Refuse("tbt_ms is ", request.slo.tbt_ms, ", not above 0");
   const std::int64_t end_token = request.prompt_tokens + request.max_output_tokens;
@@ -101,9 +102,28 @@ void Scheduler::Finish(const std::string& request_id, double now_ms) {
   fleet_.Release(request_id);
 }
 
+std::optional<double> Scheduler::PredictEndMs(const std::string& request_id, double now_ms) {
+  return live_ ? live_->PredictEndMs(request_id, now_ms) : std::nullopt;
+}
+
 void Scheduler::Report(const InstanceId& instance_id, std::span<const Progress> progress,
                        double now_ms) {
   if (live_) live_->Report(instance_id, progress, now_ms);
+}
+
+std::optional<Revision> Scheduler::Revise(const std::string& request_id, double now_ms) {
+  return live_ ? live_->Revise(request_id, now_ms) : std::nullopt;
+}
+
+void Scheduler::Recut(const std::string& request_id, std::optional<std::int64_t> split_token,
+                      double now_ms) {
+  if (split_token) ValidateTokens("split_token", *split_token);
+  if (live_) live_->Recut(request_id, split_token, now_ms);
+}
+
+void Scheduler::Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms) {
+  ValidateTokens("computed_tokens", computed_tokens);
+  if (live_) live_->Parked(request_id, computed_tokens, now_ms);
 }
 
 void Scheduler::ObserveStep(const InstanceId& instance_id, const BatchShape& shape,

@@ -95,17 +95,13 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     const ExecutionPredictor::Load load = predictor.LoadThen(now_ms);
     const double scale = predictor.cost_scale();
     const StepRow row = predictor.table().RowOf(load.decodes, load.decode_context_tokens);
-    const PrefillWork work{std::max(request.prompt_tokens, std::int64_t{1}), 0};
-    const PrefillBudget budget = ChooseBudget(
-        predictor.table(), {0, 0.0, load.decodes, load.decode_context_tokens}, {&work, 1},
-        {load.decodes > 0 ? limits.step_ms / scale : kNever, limits.max_step_tokens,
-         std::max<std::int64_t>(1, limits.min_prefill_tokens)});
+    const PrefillBudget budget = predictor.BudgetBeside(load, {request.prompt_tokens, 0});
     Sketch sketch;
     sketch.index = ranked_[k].index;
     sketch.keeps_free = instance.keeps_free;
     sketch.queue_ms = ranked_[k].queue_ms;
     sketch.full_step_tokens = static_cast<double>(std::max<std::int64_t>(1, budget.tokens));
-    sketch.full_step_ms = budget.step_ms * scale;
+    sketch.full_step_ms = std::max(budget.step_ms, row.StepMs(1, 0.0)) * scale;
     sketch.empty_step_ms = std::min(sketch.full_step_ms, row.StepMs(1, 0.0) * scale);
     sketch.decode_step_ms =
         scale * predictor.table().StepMs(
@@ -136,6 +132,12 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
         (1.0 - std::min(options.prefill_pressure, kMostPressure));
   }
   return outcome;
+}
+
+Outcome SplitSearch::PriceDecoding(const SearchInstance& instance, const SearchRequest& request,
+                                   const SearchOptions& options, double now_ms) {
+  SketchAll({&instance, 1}, request, now_ms);
+  return Priced(sketches_.front(), request, options);
 }
 
 double SplitSearch::GuessWhole(const Sketch& sketch, const SearchRequest& request,
@@ -221,6 +223,7 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
   choice.beta = beta;
   choice.split_token = split_token;
   choice.hand_off_ms = ready_ms;
+  choice.beta_start_ms = continued.start_ms;
   choice.outcome = Priced(decoding, request, options);
   const double first_token_ms = in_answer ? computed.prefill_end_ms : continued.prefill_end_ms;
   choice.outcome.ttft_ms = first_token_ms - now_ms;
@@ -242,6 +245,7 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
 
 Choice SplitSearch::Find(std::span<const SearchInstance> instances, const SearchRequest& request,
                          const SearchOptions& options, double now_ms) {
+  tried_.clear();
   SketchAll(instances, request, now_ms);
   Choice best = BestWhole(instances, request, options, now_ms);
   const double whole_ms = best.objective_ms;
@@ -256,7 +260,7 @@ Choice SplitSearch::Find(std::span<const SearchInstance> instances, const Search
 
 Choice SplitSearch::BestWhole(std::span<const SearchInstance> instances,
                               const SearchRequest& request, const SearchOptions& options,
-                              double now_ms) const {
+                              double now_ms) {
   std::array<std::pair<double, const Sketch*>, kWholeProbes> guesses;
   guesses.fill({kNever, nullptr});
   for (const Sketch& sketch : sketches_) {
@@ -271,14 +275,19 @@ Choice SplitSearch::BestWhole(std::span<const SearchInstance> instances,
   for (const auto& [guess_ms, sketch] : guesses) {
     if (sketch == nullptr) break;
     const Choice tried = ExactWhole(instances, sketch->index, *sketch, request, options, now_ms);
+    Note(tried);
     if (tried.objective_ms < best.objective_ms) best = tried;
   }
   return best;
 }
 
+void SplitSearch::Note(const Choice& tried) {
+  tried_.push_back(
+      {tried.alpha, tried.beta, tried.split_token, tried.outcome.ttft_ms, tried.objective_ms});
+}
+
 void SplitSearch::Refine(std::span<const SearchInstance> instances, const SearchRequest& request,
-                         const SearchOptions& options, double now_ms, Choice& best,
-                         int& probes) const {
+                         const SearchOptions& options, double now_ms, Choice& best, int& probes) {
   const std::int64_t least = options.least_part_tokens;
   const std::int64_t most = request.prompt_tokens - 1;
   if (most < least) return;
@@ -308,45 +317,46 @@ void SplitSearch::Refine(std::span<const SearchInstance> instances, const Search
     }
   }
   // Guesses err by steps that start late; a pair that is far behind is not worth a probe.
+  const Guess* chosen = nullptr;
+  Choice centre;
   const auto probe = [&](const Guess& guess, std::int64_t split) {
+    split = std::clamp(split, least, most);
+    for (const Tried& one : tried_) {
+      if (one.alpha == guess.alpha->index && one.beta == guess.beta->index &&
+          one.split_token == split) {
+        return false;
+      }
+    }
     ++probes;
     const Choice tried = ExactCut(instances, guess.alpha->index, guess.beta->index, *guess.beta,
                                   split, request, options, now_ms);
+    Note(tried);
     if (tried.objective_ms < best.objective_ms) best = tried;
-    return tried.objective_ms;
+    if (chosen != nullptr && tried.objective_ms >= centre.objective_ms) return false;
+    chosen = &guess;
+    centre = tried;
+    return true;
   };
-  const Guess* chosen = nullptr;
-  double chosen_ms = kNever;
   for (const Guess& guess : kept) {
     if (guess.alpha == nullptr || guess.objective_ms > 1.25 * best.objective_ms) continue;
-    if (probes >= kMostProbes / 2) break;
-    const double probed_ms = probe(guess, guess.split_token);
-    if (probed_ms < chosen_ms) {
-      chosen_ms = probed_ms;
-      chosen = &guess;
-    }
+    if (probes < kMostProbes / 2) probe(guess, guess.split_token);
   }
   if (chosen == nullptr) return;
+  // While beta would wait for its own queue, alpha computes for nothing more.
+  while (probes < kMostProbes - 1) {
+    const double spare_ms =
+        centre.beta_start_ms - centre.hand_off_ms - chosen->beta->decode_step_ms;
+    const auto spare_tokens = static_cast<std::int64_t>(spare_ms / chosen->alpha->TokenMs());
+    if (spare_tokens < 1 || !probe(*chosen, centre.split_token + spare_tokens)) break;
+  }
   // Around the best cut: whole steps of either side are where the objective bends.
-  std::int64_t centre = chosen->split_token;
   std::int64_t stride = std::max<std::int64_t>(
       1, std::min(request.prompt_tokens / 4,
                   static_cast<std::int64_t>(chosen->beta->full_step_tokens) / 2));
-  for (int side = -1; probes < kMostProbes; side = -side) {
-    const std::int64_t split = std::clamp(centre + side * stride, least, most);
-    if (split != centre) {
-      const double probed_ms = probe(*chosen, split);
-      if (probed_ms < chosen_ms) {
-        chosen_ms = probed_ms;
-        centre = split;
-        continue;
-      }
-    } else if (stride == 1) {
-      return;
-    } else {
-      ++probes;  // a bound: probing stops also where both ends are reached
-    }
-    if (side == 1) stride = std::max<std::int64_t>(1, stride / 2);
+  while (probes < kMostProbes && stride > 0) {
+    if (probe(*chosen, centre.split_token - stride)) continue;
+    if (probes < kMostProbes && probe(*chosen, centre.split_token + stride)) continue;
+    stride /= 2;
   }
 }
 

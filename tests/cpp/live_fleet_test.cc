@@ -56,6 +56,23 @@ TEST(PredictionsAllocateNothingOnceWarm) {
   CHECK(allocations == before);
 }
 
+TEST(SecondThoughtsAllocateNothingOnceWarm) {
+  const ProfileTable table(kA100);
+  ExecutionPredictor first(table, {}), second(table, {});
+  first.Add({0, 0, 3000, 0, 0.0}, 0.0);
+  second.Add({1, 3000, 1000, 100, 900.0}, 0.0);
+  for (std::uint64_t key = 2; key < 50; ++key) second.Add({key, 0, 500, 200, 0.0}, 0.0);
+  const PendingHandOff pending{{&first, false, 0, 0}, {&second, false, 0, 0}, 0, 1, 3000, 0.0};
+  const SearchRequest request{4000, 101, 200, true, {}};
+  SplitSearch search;
+  CHECK(ReviseHandOff(search, pending, request, {}, {}, 0.0));
+  const std::size_t before = allocations;
+  for (int again = 0; again < 10; ++again) {
+    CHECK(ReviseHandOff(search, pending, request, {}, {}, 0.0));
+  }
+  CHECK(allocations == before);
+}
+
 // Under the sanitizers: whatever is called, promises are kept and every cut is legal.
 TEST(RandomCallsKeepTheBooks) {
   for (const Policy policy : {Policy::kDynamic, Policy::kPaper}) {
@@ -71,7 +88,7 @@ TEST(RandomCallsKeepTheBooks) {
       now_ms += draw(300);
       const std::string instance(1, static_cast<char>('a' + draw(4)));
       const std::string id = std::to_string(draw(60));
-      const int action = draw(20);
+      const int action = draw(24);
       if (action < 3) {
         InstanceState state{instance, draw(5) > 0, {}};
         state.limits.step_ms = 40.0 + draw(2) * 50.0;
@@ -97,6 +114,15 @@ TEST(RandomCallsKeepTheBooks) {
         CHECK(placement->beta->instance_id != placement->alpha.instance_id);
         CHECK(placement->split_token() > 0);
         CHECK(placement->beta->tokens() > 0);
+      } else if (action < 17) {
+        const auto revision = scheduler.Revise(id, now_ms);
+        CHECK(!revision || revision->objective_ms < revision->kept_objective_ms);
+      } else if (action == 17) {
+        std::optional<std::int64_t> split;
+        if (draw(3) > 0) split = draw(5000);
+        scheduler.Recut(id, split, now_ms);
+      } else if (action == 18) {
+        scheduler.Parked(id, draw(5000), now_ms);
       } else {
         scheduler.Finish(id, now_ms);
         live.erase(id);

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dynaserve.latency_profile import ProfileKey, save
+from dynaserve.fleet import describe, profile_key
+from dynaserve.latency_profile import save
 from dynaserve.step_latency import ProfileTable, Roofline
 from tests.e2e.fleet import FleetUnderTest, prompt_of
 
@@ -18,7 +19,7 @@ def test_a_policy_that_predicts_records_its_reason_and_what_it_expected(
     fleet: FleetUnderTest, policy: str, reason: str, tmp_path: Path
 ) -> None:
     roofline = Roofline(overhead_ms=8.0, token_ms=0.1, knee_tokens=16.0, pair_ms=0.0, decode_ms=0.5, context_ms=1e-3)
-    save(tmp_path / "profile.json", ProfileTable(roofline), ProfileKey(fleet.model, "float32", "cpu", "tp1", "any"), "made up")
+    save(tmp_path / "profile.json", ProfileTable(roofline), profile_key(describe(fleet.instance_urls[0])), "made up")
     history = tmp_path / "lengths.json"
     arguments = ["--policy", policy, "--latency-profile", str(tmp_path / "profile.json"), "--length-history", str(history)]
     with fleet.another_frontend(tmp_path, *arguments) as other:
@@ -34,5 +35,7 @@ def test_a_policy_that_predicts_records_its_reason_and_what_it_expected(
         metrics = other.frontend.get("/metrics").text
         assert "dynaserve_placement_seconds_count 20.0" in metrics
         assert ("dynaserve_ttft_over_predicted_count 20.0" in metrics) == (policy == "dynamic")
+        assert "dynaserve_end_over_predicted_count 20.0" in metrics
+        assert (len(record["expected"]["candidates"]) > 1) == (policy == "dynamic")
     assert history.exists()
     fleet.wait_until_empty()

@@ -42,6 +42,7 @@ struct PrefillBudget {
   std::int64_t tokens = 0;
   double step_ms = 0.0;  // predicted, decodes included
   BudgetReason reason = BudgetReason::kAllWork;
+  std::int64_t within = 0;  // the largest budget within the limits; 0: none is
 
   bool operator==(const PrefillBudget&) const = default;
 };

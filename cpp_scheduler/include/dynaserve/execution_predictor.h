@@ -21,6 +21,7 @@
 // and Predict() allocate nothing.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -82,7 +83,8 @@ enum class Horizon { kPrefillEnd, kEnd };
 
 class ExecutionPredictor {
  public:
-  // table must outlive the predictor.  Throws std::invalid_argument as Validate() does.
+  // table must outlive the predictor; it may learn meanwhile, but not be restored.  Throws
+  // std::invalid_argument as Validate() does.
   ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits,
                      AdmissionOrder order = AdmissionOrder::kArrival);
 
@@ -103,6 +105,20 @@ class ExecutionPredictor {
 
   // Takes a request out, wherever it is; false: it is not there (any more).
   bool Remove(std::uint64_t key, double now_ms);
+
+  // A request as it stands now by the prediction; nullopt: it is not there (any more).
+  std::optional<VirtualRequest> Find(std::uint64_t key, double now_ms);
+
+  // When it would end if nothing else came; nullopt: it is not there (any more).
+  std::optional<double> PredictEndMs(std::uint64_t key, double now_ms);
+
+  // Gives the request of that key other work, in its place: what it has computed, and what is left
+  // (at least one token).  False: it is not there, or decodes already.  Throws as Predict().
+  bool Change(const VirtualRequest& changed, double now_ms);
+
+  // What would become of it then; nullopt where Change() would return false.
+  std::optional<Forecast> PredictChange(const VirtualRequest& changed, double now_ms,
+                                        Horizon horizon);
 
   // Replaces what was predicted by what is: the requests that run, in order of admission, and those
   // that wait.  Both lists are copied.  Throws as Predict(), and changes nothing.
@@ -125,12 +141,12 @@ class ExecutionPredictor {
   };
   Load LoadThen(double now_ms);
 
+  // What a step beside these decodes, scaled as the instance's are, takes of this work alone: of a
+  // step's limits and the table's latencies, unscaled.
+  PrefillBudget BudgetBeside(const Load& load, const PrefillWork& work);
+
   // Prefill tokens that are admitted or wait, by the prediction for now.
   std::int64_t PrefillTokens(double now_ms);
-
-  // Tokens that a request has computed, by the prediction for now; nullopt: it is not there (any
-  // more).
-  std::optional<std::int64_t> ComputedTokens(std::uint64_t key, double now_ms);
 
   // Plays everything to its end, from `now_ms`; calls visit(key, forecast) as each request ends.
   template <typename Visit>
@@ -173,6 +189,17 @@ class ExecutionPredictor {
     std::uint64_t key;
     Forecast forecast;
   };
+  // The budget of a step with one prefill, by what decides it.  Candidates of one search differ in
+  // what is left of that prefill, which plays no part where more is left than fits.
+  struct KnownBudget {
+    std::int64_t decodes = -1;
+    std::int64_t decode_context = 0;
+    std::int64_t context = 0;
+    std::int64_t observed = 0;
+    double limit_ms = 0.0;
+    PrefillBudget budget;
+  };
+  static constexpr std::size_t kKnownBudgets = 64;
   // What stands in the way of the waiting, found while the work of a step is gathered.
   struct Gathered {
     double next_ready_ms = std::numeric_limits<double>::infinity();
@@ -185,17 +212,21 @@ class ExecutionPredictor {
   void Enqueue(State& state, const VirtualRequest& request) const;
   static void BeginDecode(State& state, const VirtualRequest& request, double start_ms,
                           double prefill_end_ms);
+  std::optional<Forecast> ChangeIn(State& state, const VirtualRequest& changed) const;
   void End(std::uint64_t key, const Forecast& forecast, std::vector<Ended>* ended);
   Gathered Gather(State& state);
   // One step, or a stretch of them that ends no later than the first step at or after `until_ms`.
   // False: nothing is left to do before `until_ms`.
   bool Step(State& state, double until_ms, std::vector<Ended>* ended);
+  PrefillBudget BudgetOf(const BatchShape& decodes, std::span<const PrefillWork> work);
   void StepWithPrefill(State& state, std::vector<Ended>* ended);
   void Stretch(State& state, double until_ms);
   void EndDecodes(State& state, std::vector<Ended>* ended);
   void Advance(State& state, double now_ms);
   // Until the watched request has reached the horizon, or nothing is left to do.
-  Forecast Run(State& state, std::uint64_t watched, Horizon horizon, std::vector<Ended>* ended);
+  // `so_far`: what has become of it already.
+  Forecast Run(State& state, std::uint64_t watched, Horizon horizon, std::vector<Ended>* ended,
+               const Forecast& so_far = {});
   State& Tail(double now_ms);
   std::int64_t HeldKv(const State& state) const;
 
@@ -208,6 +239,8 @@ class ExecutionPredictor {
   State base_;  // what is, or was predicted from what was last known
   State tail_;  // the first step that a newcomer could change; a copy of base_ where stale
   bool tail_stale_ = false;
+
+  std::array<KnownBudget, kKnownBudgets> known_budgets_;
 
   // Kept for their memory.
   State scratch_;

@@ -17,6 +17,7 @@
 
 #include "dynaserve/execution_predictor.h"
 #include "dynaserve/fleet_planner.h"
+#include "dynaserve/hand_off_revision.h"
 #include "dynaserve/placement.h"
 #include "dynaserve/split_search.h"
 #include "dynaserve/types.h"
@@ -25,6 +26,9 @@ namespace dynaserve {
 
 class LiveFleet {
  public:
+  static constexpr double kLookEveryMs = 200.0;
+  static constexpr int kMostRevisions = 3;
+
   LiveFleet(const Options& options, const ProfileTable& table);
 
   // Adds the instance; new limits forget its timeline.  Throws std::invalid_argument as
@@ -42,9 +46,25 @@ class LiveFleet {
   // Takes it off; unknown ids are ignored.
   void Finish(const std::string& request_id, double now_ms);
 
+  // When the request would end if nothing else came, as it is expected to go on; nullopt: it is not
+  // there, or should have ended.
+  std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
+
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
   // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
+
+  // Whether the hand-off of a request that kDynamic cut should change (hand_off_revision.h), and
+  // enters the change.  Asked again within kLookEveryMs, or after kMostRevisions changes, the
+  // answer is nullopt.
+  std::optional<Revision> Revise(const std::string& request_id, double now_ms);
+
+  // Somebody else has moved the hand-off, or lifted it (nullopt): it is theirs from now on, and not
+  // revised.  Requests without a beta are ignored.
+  void Recut(const std::string& request_id, std::optional<std::int64_t> split_token, double now_ms);
+
+  // alpha stands, with this many tokens computed: beta goes on from there.
+  void Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms);
 
   // Moves the instance's cost scale towards what a step took; unknown instances are ignored.
   // Throws std::invalid_argument for a step without tokens or a time that is not positive.
@@ -75,6 +95,10 @@ class LiveFleet {
     std::int64_t prompt_tokens = 0;
     std::int64_t split_token = 0;
     std::vector<Part> parts;  // alpha, beta
+    SearchRequest request;
+    double arrived_ms = 0.0;
+    double looked_ms = 0.0;
+    int revisions_left = 0;  // of a hand-off that is nobody else's
   };
 
   double At(double now_ms);
@@ -84,7 +108,12 @@ class LiveFleet {
                           double now_ms);
   Placement ChoosePaper(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                         double now_ms);
+  SearchOptions Circumstances(std::size_t instances) const;
+  SearchInstance Seen(Instance& instance, std::int64_t own_promise) const;
   void StayOnAlpha(Entry& entry, double now_ms);
+  void Lift(Entry& entry, double now_ms);
+  void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);
+  void Put(const InstanceId& instance_id, const VirtualRequest& request, double now_ms);
   void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
                  const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
 

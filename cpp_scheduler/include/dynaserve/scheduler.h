@@ -41,9 +41,24 @@ class Scheduler {
   // Releases what Place() reserved.  Unknown ids are ignored: a retry may finish twice.
   void Finish(const std::string& request_id, double now_ms = 0.0);
 
+  // When a placed request would end if nothing else came, in the time of now_ms; nullopt under
+  // policies that do not predict, or where it should have ended.
+  std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
+
   // Actual progress on an instance replaces the predicted; nothing happens under policies that do
   // not predict.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
+
+  // Whether the hand-off of a request under way should come elsewhere or not at all
+  // (hand_off_revision.h), and enters the change; to be asked now and then, by policies that
+  // predict only.  nullopt: it stays as it is.
+  std::optional<Revision> Revise(const std::string& request_id, double now_ms);
+
+  // The caller has moved a request's hand-off, or lifted it (nullopt); it is not revised any more.
+  void Recut(const std::string& request_id, std::optional<std::int64_t> split_token, double now_ms);
+
+  // The alpha of a request stands at its hand-off point.
+  void Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms);
 
   // A measured step moves the instance's cost scale; nothing happens under policies that do not
   // predict.  Throws std::invalid_argument for a step without tokens or a time that is not

@@ -47,6 +47,17 @@ struct SearchOptions {
   double prefill_pressure = 0.0;  // share of its time that the fleet prefills, in [0, 1]
 };
 
+// A candidate that was predicted exactly.
+struct Tried {
+  std::size_t alpha = 0;
+  std::optional<std::size_t> beta;
+  std::int64_t split_token = 0;
+  double ttft_ms = 0.0;
+  double objective_ms = 0.0;
+
+  bool operator==(const Tried&) const = default;
+};
+
 // alpha computes [0, split_token) on instances[alpha], beta the rest on instances[beta]; whole
 // without beta.
 struct Choice {
@@ -56,7 +67,8 @@ struct Choice {
   Outcome outcome;
   double objective_ms = 0.0;
   double whole_objective_ms = 0.0;  // of the best whole run that was tried
-  double hand_off_ms = 0.0;         // absolute time at which beta is ready
+  double hand_off_ms = 0.0;         // absolute time at which beta is ready,
+  double beta_start_ms = 0.0;       // and at which it starts
   int probes = 0;
 
   bool operator==(const Choice&) const = default;
@@ -72,6 +84,9 @@ class SplitSearch {
   Choice Find(std::span<const SearchInstance> instances, const SearchRequest& request,
               const SearchOptions& options, double now_ms);
 
+  // What the last Find() predicted exactly, in that order.
+  std::span<const Tried> tried() const { return tried_; }
+
   // Exact predictions of one candidate: Find() decides by them, and the oracle of the tests tries
   // every cut.  split_token: in [1, prompt_tokens - 1], or, inside the answer, from
   // prompt_tokens + 1 on.
@@ -80,6 +95,10 @@ class SplitSearch {
   Choice TryCut(std::span<const SearchInstance> instances, std::size_t alpha, std::size_t beta,
                 std::int64_t split_token, const SearchRequest& request,
                 const SearchOptions& options, double now_ms);
+
+  // What decoding the request's answer on that instance costs, whatever computes its prompt.
+  Outcome PriceDecoding(const SearchInstance& instance, const SearchRequest& request,
+                        const SearchOptions& options, double now_ms);
 
  private:
   struct Sketch;
@@ -106,13 +125,15 @@ class SplitSearch {
                   const Sketch& decoding, std::int64_t split_token, const SearchRequest& request,
                   const SearchOptions& options, double now_ms) const;
   Choice BestWhole(std::span<const SearchInstance> instances, const SearchRequest& request,
-                   const SearchOptions& options, double now_ms) const;
+                   const SearchOptions& options, double now_ms);
   void Refine(std::span<const SearchInstance> instances, const SearchRequest& request,
-              const SearchOptions& options, double now_ms, Choice& best, int& probes) const;
+              const SearchOptions& options, double now_ms, Choice& best, int& probes);
+  void Note(const Choice& tried);
 
   // Kept for their memory.
   std::vector<Ranked> ranked_;
   std::vector<Sketch> sketches_;
+  std::vector<Tried> tried_;
 };
 
 }  // namespace dynaserve

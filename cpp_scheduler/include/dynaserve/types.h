@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "dynaserve/execution_predictor.h"
 #include "dynaserve/objective.h"
@@ -25,6 +26,14 @@ struct InstanceState {
   bool operator==(const InstanceState&) const = default;
 };
 
+// What an instance's prefix cache has of a prompt.
+struct CachedPrefix {
+  InstanceId instance_id;
+  std::int64_t tokens = 0;
+
+  bool operator==(const CachedPrefix&) const = default;
+};
+
 struct RequestSpec {
   std::string request_id;
   std::int64_t prompt_tokens = 0;            // P
@@ -34,6 +43,7 @@ struct RequestSpec {
   bool may_cut = true;                       // false: always runs whole
   std::int64_t likely_output_tokens = 0;     // an upper quantile of D, for memory; 0: D
   Slo slo = {};
+  std::vector<CachedPrefix> cached = {};  // read by kDynamic; not named: nothing
 
   bool operator==(const RequestSpec&) const = default;
 };
@@ -67,6 +77,17 @@ enum class PlacementReason {
 // Whether a placement with this reason has a beta.
 bool IsCut(PlacementReason reason);
 
+// A placement that was predicted exactly; whole on alpha without beta.  Milliseconds.
+struct Candidate {
+  InstanceId alpha;
+  std::optional<InstanceId> beta;
+  std::int64_t split_token = 0;
+  double ttft_ms = 0.0;
+  double objective_ms = 0.0;
+
+  bool operator==(const Candidate&) const = default;
+};
+
 // What a policy that predicts expected of its choice; milliseconds, from the decision on.
 struct Prediction {
   double ttft_ms = 0.0;
@@ -75,7 +96,8 @@ struct Prediction {
   double objective_ms = 0.0;        // objective.h; |T1 - T2| under kPaper
   double whole_objective_ms = 0.0;  // of the best whole run; 0 under kPaper
   std::int64_t probes = 0;
-  std::int64_t gathering = 0;  // instances that gather decodes, by the fleet plan
+  std::int64_t gathering = 0;              // instances that gather decodes, by the fleet plan
+  std::vector<Candidate> candidates = {};  // in the order in which kDynamic tried them
 
   bool operator==(const Prediction&) const = default;
 };

@@ -1,0 +1,140 @@
+"""`make bench-predictor`: when requests were expected to end, and when they did.
+
+Two real instances of SmolLM2, one core each, behind a front-end with `--policy dynamic`. A first replay teaches the instances' latency
+profile, which the front-end starts with; a second one, at the same steady rate, is compared with what was expected of each
+request when it was placed. Answers have the lengths that their callers name: what is measured is the time, not the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import httpx
+
+from dynaserve.bench.report import machine
+from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.model import smollm2
+
+PROMPTS = (64, 1024)
+OUTPUTS = (16, 192)
+"""Tokens, drawn evenly between."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that ended by itself; milliseconds from its arrival."""
+
+    ttft_ms: float
+    expected_ttft_ms: float
+    end_ms: float
+    expected_end_ms: float
+    cut: bool
+    revisions: int
+
+
+def replay(fleet: LocalFleet, rate_per_s: float, requests: int, seed: int) -> list[str]:
+    """Sends at times fixed beforehand, whatever comes back; returns the ids of the answers."""
+    rng = random.Random(seed)
+    started_s, due_s, ids = time.monotonic(), 0.0, list[str]()
+    lock = threading.Lock()
+
+    def ask(prompt: list[int], outputs: int) -> None:
+        body = {
+            "model": str(fleet.model),
+            "prompt": prompt,
+            "max_tokens": outputs,
+            "ignore_eos": True,
+            "temperature": 0,
+            "vllm_xargs": {"dynaserve_expected_tokens": outputs},
+        }
+        answer = httpx.post(f"{fleet.frontend_url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+        with lock:
+            ids.append(answer["id"])
+
+    with ThreadPoolExecutor(256) as pool:
+        tasks = []
+        for _ in range(requests):
+            due_s += rng.expovariate(rate_per_s)
+            time.sleep(max(0.0, started_s + due_s - time.monotonic()))
+            prompt = [rng.randrange(1000, 40000) for _ in range(rng.randint(*PROMPTS))]
+            tasks.append(pool.submit(ask, prompt, rng.randint(*OUTPUTS)))
+        for task in tasks:
+            task.result()
+    return ids
+
+
+def read(record: dict[str, Any]) -> Ended:
+    expected, actual = record["expected"], record["timeline_ms"]
+    return Ended(
+        ttft_ms=actual["first_token"],
+        expected_ttft_ms=expected["ttft_ms"],
+        end_ms=actual["finished"],
+        expected_end_ms=expected["end_ms"],
+        cut=record["split_token"] is not None,
+        revisions=len(record["revisions"]),
+    )
+
+
+def report(ended: Sequence[Ended]) -> None:
+    print(f"{len(ended)} requests, {sum(one.cut for one in ended)} cut, {sum(one.revisions for one in ended)} revisions")
+    for name, pairs in {
+        "first token": [(one.ttft_ms, one.expected_ttft_ms) for one in ended],
+        "end": [(one.end_ms, one.expected_end_ms) for one in ended],
+    }.items():
+        errors = [abs(actual - expected) / actual for actual, expected in pairs]
+        bias = median(actual / expected for actual, expected in pairs)
+        tail = quantiles(errors, n=20, method="inclusive")[18]
+        print(f"  {name}: absolute error median {median(errors):.1%}, p95 {tail:.1%}; actual over expected, median {bias:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictor", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rate", type=float, default=0.8, metavar="R", help="requests a second (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    print(f"machine: {json.dumps(machine())}; rate {args.rate}, seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile.json"
+        with fleet_of(profile, Path(folder) / "teach", "--policy", "colocated") as fleet:
+            replay(fleet, args.rate, args.requests // 2, args.seed)
+            _wait_for(profile)
+        with fleet_of(profile, Path(folder) / "compare", "--policy", "dynamic", "--latency-profile", str(profile)) as fleet:
+            ids = replay(fleet, args.rate, args.requests, args.seed + 1)
+            report([read(_record(fleet, request_id)) for request_id in ids])
+
+
+def fleet_of(profile: Path, logs: Path, *frontend_args: str) -> LocalFleet:
+    """Both instances are of one kind: whichever saves last keeps the profile of both."""
+    batching = ["--dynaserve-batching", "slo", "--dynaserve-profile", str(profile), "--no-enable-prefix-caching"]
+    return LocalFleet(smollm2(), dtype="bfloat16", vllm_args=batching, frontend_args=frontend_args, log_dir=logs)
+
+
+def _record(fleet: LocalFleet, request_id: str) -> dict[str, Any]:
+    answer = httpx.get(f"{fleet.frontend_url}/dynaserve/requests/{request_id}", timeout=30).raise_for_status().json()
+    (record,) = answer["sequences"]
+    return dict(record)
+
+
+def _wait_for(profile: Path, timeout_s: float = 60.0) -> None:
+    """Instances save what they have learnt once no request is left."""
+    deadline_s = time.monotonic() + timeout_s
+    while not profile.exists():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"no instance has saved {profile} within {timeout_s:.0f} s")
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()
