@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 
 from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.live_profile import LiveProfile
-from dynaserve.step_latency import BatchLimits, BatchShape, BudgetReason, PrefillBudget, PrefillWork, choose_budget, leaves_room_for_decode
+from dynaserve.step_latency import (
+    BatchLimits,
+    BatchShape,
+    BudgetReason,
+    PrefillBudget,
+    PrefillWork,
+    choose_budget,
+    leaves_room_for_decode,
+    prefill_pairs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,13 @@ class StepPlanner:
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self.max_tokens, min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
+
+    def prefill_ms(self, tokens: int) -> float:
+        """Of a prompt that is computed alone; 0 before anything was measured."""
+        table = self.profile.table
+        if table is None:
+            return 0.0
+        return table.step_ms(BatchShape(prefill_tokens=tokens, prefill_pairs=prefill_pairs(tokens, 0)))
 
     def admits(self, decodes: int, context_tokens: int, one_more_context: int, slo_ms: float) -> bool:
         """Whether one more decode of `one_more_context` tokens beside `decodes` others of `context_tokens` together leaves a step

@@ -59,6 +59,13 @@ def test_a_missed_deadline_still_lets_prefill_progress_and_is_told() -> None:
     assert (plan.prefill_tokens, plan.reason, plan.late) == (16, BudgetReason.minimum_share, True)
 
 
+def test_a_prompt_alone_takes_what_the_table_says() -> None:
+    table = ProfileTable(MACHINE)
+    shape = BatchShape(prefill_tokens=700, prefill_pairs=prefill_pairs(700, 0))
+    assert planner(table).prefill_ms(700) == table.step_ms(shape) > 100
+    assert planner().prefill_ms(700) == 0
+
+
 def test_before_anything_was_measured_the_budget_is_the_one_given() -> None:
     fresh = planner()
     assert fresh.plan(running(3), [PrefillWork(5000)], now_s=0.0).prefill_tokens == 64

@@ -78,3 +78,11 @@ def test_the_margin_follows_the_errors_that_are_seen(heavy: float) -> None:
         margin.observe(10.0, 10.0 * 2.718281828**error, sigma)
     assert late / 7000 == pytest.approx(LATE_SHARE, rel=0.4)
     assert margin.sigmas == pytest.approx(heavy * NORMAL_SIGMAS, rel=0.25)
+
+
+def test_without_a_ttft_slo_patience_is_counted_from_when_the_prefill_could_have_ended() -> None:
+    deadlines = TokenDeadlines()
+    deadlines.arrive("patient", SLO, 5.0, prefill_s=0.5)
+    deadlines.arrive("urgent", TokenSlo(0.1, ttft_s=1.0), 5.0, prefill_s=0.5)
+    assert deadlines.first_token_due_s("patient", patience_s=10.0) == pytest.approx(15.5)
+    assert deadlines.first_token_due_s("urgent", patience_s=10.0) == pytest.approx(6.0)
