@@ -40,8 +40,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Run:
-    """Latencies in ms. rate_per_s: of the requests that were sent. attainment: share of token gaps within the SLO. ttft_slope: seconds of TTFT that each second of arrivals
-    adds; ttft_grows: that is more than chance (`dynaserve.bench.verdict`). client_lag_ms: P99 of how late the client woke up."""
+    """Latencies in ms. rate_per_s: of the requests that were sent. attainment: share of token gaps within the SLO.
+
+    ttft_slope: seconds of TTFT that each second of arrivals adds; ttft_grows: that is more than chance (`dynaserve.bench.verdict`).
+    client_lag_ms: P99 of how late the client woke up.
+    """
 
     rate_per_s: float
     requests: int

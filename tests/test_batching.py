@@ -13,12 +13,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from dynaserve.step_latency import BatchShape, prefill_pairs
+from dynaserve.step_latency import BatchShape, Roofline, prefill_pairs
 from dynaserve.step_report import BatchReport, read_log
 from dynaserve.token_deadlines import TokenCounts
 from tests.virtual_engine import MACHINE, Engine
 from vllm_plugin.batching import REPORT_KEY
 from vllm_plugin.options import PluginOptions
+
+SLOW_ATTENTION = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=5e-4, decode_ms=0.3, context_ms=5e-4)
 
 
 @pytest.fixture
@@ -171,6 +173,26 @@ def test_a_cached_prefix_is_not_computed_again(make: Callable[..., Engine]) -> N
     engine.run()
     engine.add("b", 700, 2, like="a")
     assert engine.step() == {"b": 60}
+    engine.run()
+
+
+def test_chunks_behind_a_cached_prefix_keep_the_slo(make: Callable[..., Engine]) -> None:
+    engine = make(machine=SLOW_ATTENTION)
+    engine.learn()
+    for i in range(5):
+        engine.add(f"decode-{i}", 20, 300)
+    engine.step()
+    engine.add("first", 3000, 1)
+    while "first" in engine.scheduler.requests:
+        engine.step()
+    since_s = engine.now_s
+    for i in range(6):
+        engine.add(f"again-{i}", 3000 + 100 * (i + 1), 1, like="first")
+        while f"again-{i}" in engine.scheduler.requests:
+            engine.step()
+    gaps = engine.gaps_ms(since_s)
+    assert max(gaps) > 50.0
+    assert all(gap <= 100.0 for gap in gaps)
     engine.run()
 
 

@@ -40,6 +40,8 @@ REPORT_KEY = "dynaserve_steps"
 
 _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
+_MOST_LOOKED_UP = 8
+"""Of those, how many are looked up in the prefix cache: more of them hardly begin in one step beside decodes."""
 _PATIENCE_S = 10.0
 """A prompt without a TTFT SLO begins as if its first token were due so long after the prompt alone could have it: those with an
 SLO overtake it for so long at most, and of those without one a short prompt overtakes a long one only as far as it is shorter."""
@@ -78,7 +80,8 @@ class SloScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         self._forget_ended()
-        prefill_s = 1e-3 * self.accounts.planner.prefill_ms(request.num_tokens)
+        cached = self._cached_tokens(request)
+        prefill_s = 1e-3 * self.accounts.planner.prefill_ms(PrefillWork(request.num_tokens - cached, cached))
         self.deadlines.arrive(request.request_id, self._slo_of(request), self.clock(), prefill_s)
         super().add_request(request)
         if self.policy == SchedulingPolicy.FCFS and self.waiting and self.waiting[-1] is request:
@@ -193,14 +196,25 @@ class SloScheduler(Scheduler):
     def _work_of(self, requests: Sequence[Request]) -> list[PrefillWork]:
         """No more than fits into any step."""
         works: list[PrefillWork] = []
-        tokens = 0
+        tokens = looked_up = 0
         for request in requests:
             if tokens >= self._most_scheduled_tokens:
                 break
-            if (own := self.tokens_to_compute(request)) > 0:
-                works.append(PrefillWork(own, request.num_computed_tokens))
+            cached = 0
+            if not request.num_computed_tokens and looked_up < _MOST_LOOKED_UP:
+                cached = self._cached_tokens(request)
+                looked_up += 1
+            if (own := self.tokens_to_compute(request) - cached) > 0:
+                works.append(PrefillWork(own, request.num_computed_tokens + cached))
                 tokens += own
         return works
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Of its prompt, what the prefix cache holds, as `KVCacheManager.get_computed_blocks` finds it. Its chunks attend to them."""
+        manager = self.kv_cache_manager
+        if not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        return int(manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
 
     def _admissible(self, batch: _Batch, waiting: list[Request]) -> int:
         """How many of the waiting prompts may begin: each becomes a decode, and those alone must fit into the SLO."""
