@@ -32,7 +32,7 @@ from dynaserve.errors import DynaServeError
 from dynaserve.local.model import smollm2
 from dynaserve.step_report import read_log
 
-POINT = "--workload azure-code --arrivals trace --scale 0.25 --skip-s 300 --requests 100 --max-total-tokens 3500"
+POINT = "--workload azure-code --arrivals trace --scale 0.25 --requests 100 --max-total-tokens 3500"
 CURVE = "--workload azure-conv --arrivals poisson --scale 0.25 --max-total-tokens 3500"
 STEADY = ("--workload", "sample", "--arrivals", "poisson")
 FIXED_CHUNKS = (64, 128, 256, 512, 1024)
@@ -54,14 +54,15 @@ class Form:
 
 
 QUICK = Form(repetitions=1, chunks=(), parts=())
-FULL = Form(repetitions=3, chunks=FIXED_CHUNKS, parts=(0.6, 0.75, 0.9, 1.0))
+FULL = Form(repetitions=3, chunks=FIXED_CHUNKS, parts=(0.6, 0.8, 1.0))
 
 
 @dataclass
 class Bench:
-    """point, curve: arguments of the replay client. common: of all servers."""
+    """point, curve: arguments of the replay client. point_rate: None: searched. common: of all servers."""
 
     form: Form
+    point_rate: float | None
     point: tuple[str, ...]
     curve: tuple[str, ...]
     tbt_slo_ms: float
@@ -86,9 +87,15 @@ class Bench:
         """key: names the raw data, beside the system's name."""
         output = self.folder / f"{key}-{name}.json".replace(" ", "-")
         known = output.exists()
-        run = read(output) if known else replay(trace, servers.url(name), rate_per_s, output)
+        run = read(output) if known else self._replay(servers.url(name), trace, rate_per_s, output)
         lag = "measured before" if known else f"client lag P99 {run.client_lag_ms:.1f} ms"
         print(f"  {line(name, run)}  {key}, {lag}", flush=True)
+        return run
+
+    def _replay(self, url: str, trace: Trace, rate_per_s: float, output: Path) -> Run:
+        unfinished = output.with_suffix(".part")
+        run = replay(trace, url, rate_per_s, unfinished)
+        unfinished.rename(output)
         return run
 
     def search(self, key: str, servers: Servers, trace: Trace, first: float) -> float:
@@ -132,7 +139,7 @@ def run(bench: Bench) -> None:
     point = Trace(bench.point, 1, None, bench.tbt_slo_ms)
     curve = Trace(bench.curve, 1, form.curve_s, bench.tbt_slo_ms)
     with bench.servers(bench.stock) as servers:
-        point_rate = bench.search("point", servers, point, first=2.0)
+        point_rate = bench.point_rate or bench.search("point", servers, point, first=3.0)
         curve_rate = bench.search("curve", servers, curve, first=3.0) if form.parts else None
     best = bench.best_fixed(point, point_rate)
     systems = [bench.stock, bench.ours, *([best] if best else [])]
@@ -164,7 +171,11 @@ def main() -> None:
     common = ("--served-model-name", "model", *shlex.split(args.vllm_args))
     form = QUICK if args.quick else FULL
     try:
-        run(Bench(form, _with(args.traces, args.point), _with(args.traces, args.curve), args.tbt_slo_ms, common, args.output))
+        run(
+            Bench(
+                form, args.point_rate, _with(args.traces, args.point), _with(args.traces, args.curve), args.tbt_slo_ms, common, args.output
+            )
+        )
     except DynaServeError as error:
         print(f"bench-batching: {error}", file=sys.stderr)
         raise SystemExit(1) from error
@@ -176,9 +187,10 @@ def _with(traces: Path | None, arguments: str) -> tuple[str, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batching", description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="some ten minutes: the load point once, no fixed chunks, no curve")
+    parser.add_argument("--quick", action="store_true", help="some twelve minutes: the load point once, no fixed chunks, no curve")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files that --point and --curve name")
     parser.add_argument("--point", default=POINT, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
+    parser.add_argument("--point-rate", type=float, metavar="R", help="of --point, in requests per second (default: searched)")
     parser.add_argument("--curve", default=CURVE, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)s)")
     parser.add_argument("--vllm-args", default="--max-num-seqs 64", metavar="ARGS", help="of all servers (default: %(default)s)")

@@ -59,8 +59,8 @@ class Engine:
     """Runs the scheduler's batches on the virtual machine.
 
     pipelined: as vLLM does with asynchronous scheduling, the next batch is formed while one runs. draft_tokens: that each decode
-    speculates, all of which are accepted. cuts: the instance of a fleet, without workers. machine: what its steps take. folder: gets
-    the model's config.
+    speculates, all of which are accepted. cuts: the instance of a fleet, without workers. stock: vLLM's scheduler alone. machine: what
+    its steps take. folder: gets the model's config.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Engine:
         pipelined: bool = False,
         draft_tokens: int = 0,
         cuts: bool = False,
+        stock: bool = False,
         machine: Roofline = MACHINE,
         **engine_args: Any,
     ) -> None:
@@ -97,7 +98,7 @@ class Engine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
         base = AsyncScheduler if pipelined else Scheduler
         self.blocks, self.pipelined, self.draft_tokens, self.machine = blocks, pipelined, draft_tokens, machine
-        mixins = (CutScheduler, SloScheduler) if cuts else (SloScheduler,)
+        mixins: tuple[type, ...] = () if stock else (CutScheduler, SloScheduler) if cuts else (SloScheduler,)
         self.scheduler: Any = type("SchedulerUnderTest", (*mixins, base), {})(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]),
@@ -147,7 +148,8 @@ class Engine:
 
     def _decodes(self, request: Request) -> bool:
         done = request.num_output_tokens + request.num_output_placeholders >= request.max_tokens
-        return not (done or request.is_prefill_chunk or request.request_id in self.scheduler.parked_requests())
+        parked = self.scheduler.parked_requests() if isinstance(self.scheduler, SloScheduler) else ()
+        return not (done or request.is_prefill_chunk or request.request_id in parked)
 
     def _start(self, output: SchedulerOutput, scheduled: dict[str, int]) -> None:
         scheduler = self.scheduler
