@@ -42,7 +42,7 @@ format: dev ## format all sources
 stubs: dev ## regenerate dynaserve/_core.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m dynaserve._core -o dynaserve/_core.pyi
 
-bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine; QUICK=1 takes ten minutes, ARGS=... more options
+bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine; ARGS="--traces DIR", QUICK=1 takes twelve minutes
 	$(BIN)/python -m benchmarks.batching $(if $(QUICK),--quick) $(ARGS)
 
 bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the gap in the answer; ARGS=... options

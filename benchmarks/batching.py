@@ -1,8 +1,12 @@
 """`make bench-batching`: stock vLLM against an instance with SLO-aware batches, on this machine, in turns, in one run.
 
-Servers compute on the first core, the client runs on the last. First the load is searched at which stock vLLM keeps about half
-of its tokens within the TBT SLO; then both get the same open-loop traces at parts of that load. The full form repeats it three
-times, shows medians, and adds stock vLLM with each fixed `--max-num-batched-tokens`.
+Servers compute on the first core, the client runs on the last. Two traces (`docs/measurements.md` says why these):
+- the load point: a bursty trace, at the rate at which stock vLLM keeps about half of its tokens within the TBT SLO;
+- the curve: Poisson arrivals, at parts of the rate at which stock vLLM, saturated, keeps about half of them.
+At the load point stock vLLM also runs with fixed `--max-num-batched-tokens`, the best of which is compared in turns with the others.
+
+Each run's raw data stays in the output folder under its own name, and a run that lies there is not measured again: a benchmark
+that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -13,203 +17,183 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 from benchmarks import prediction
-from benchmarks.disturbance import Disturbance, disturb
+from benchmarks.disturbance import disturb
+from benchmarks.goals import OURS, STOCK, best_chunk, line, print_compared
 from benchmarks.load_search import best_rate, next_rate
-from benchmarks.runs import Run, Trace, replay
-from benchmarks.servers import System, running
+from benchmarks.runs import Run, Trace, read, replay
+from benchmarks.servers import Servers, System, running
 from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
 from dynaserve.local.model import smollm2
 from dynaserve.step_report import read_log
 
-STOCK, OURS = "stock", "DynaServe"
-FIXED_CHUNKS = (64, 128, 256, 512, 1024, 2048)
+POINT = "--workload azure-code --arrivals trace --scale 0.25 --requests 100 --max-total-tokens 3500"
+CURVE = "--workload azure-conv --arrivals poisson --scale 0.25 --max-total-tokens 3500"
+STEADY = ("--workload", "sample", "--arrivals", "poisson")
+FIXED_CHUNKS = (64, 128, 256, 512, 1024)
+STOCK_CHUNK = 2048
+"""What stock vLLM takes by itself."""
 LOW, HIGH = 0.45, 0.60
 MOST_SEARCHES = 6
-DISTURBED_PART = 0.4
 
 
 @dataclass(frozen=True)
 class Form:
-    """How much is measured. parts: of the load that was found, to be compared at. chunks: fixed ones of stock vLLM."""
+    """How much is measured. parts: of the curve's load. disturb_s: how long the core is disturbed."""
 
-    run_s: float
     repetitions: int
-    parts: tuple[float, ...]
     chunks: tuple[int, ...]
-    disturb_s: float
+    parts: tuple[float, ...]
+    curve_s: float = 60.0
+    disturb_s: float = 20.0
 
 
-QUICK = Form(run_s=45.0, repetitions=1, parts=(0.6, 0.8, 1.0), chunks=(), disturb_s=12.0)
-FULL = Form(run_s=90.0, repetitions=3, parts=(0.5, 0.6, 0.7, 0.8, 0.9, 1.0), chunks=FIXED_CHUNKS, disturb_s=30.0)
+QUICK = Form(repetitions=1, chunks=(), parts=())
+FULL = Form(repetitions=3, chunks=FIXED_CHUNKS, parts=(0.6, 0.8, 1.0))
 
 
 @dataclass
 class Bench:
-    """traces: arguments of the replay client, separated by spaces; log: of the steps of our instance."""
+    """point, curve: arguments of the replay client. point_rate: None: searched. common: of all servers."""
 
     form: Form
-    trace: str
+    point_rate: float | None
+    point: tuple[str, ...]
+    curve: tuple[str, ...]
     tbt_slo_ms: float
+    common: tuple[str, ...]
     folder: Path
-    runs: int = 0
 
-    @property
-    def log(self) -> Path:
-        return (self.folder / "steps.csv").absolute()
+    def __post_init__(self) -> None:
+        self.log = (self.folder / "steps.csv").absolute()
+        slo = ("--dynaserve-batching", "slo", "--tbt-slo-ms", f"{self.tbt_slo_ms:g}", "--dynaserve-step-log", str(self.log))
+        self.stock, self.ours = System(STOCK, None), System(OURS, "dynaserve", slo)
+        self.core = min(os.sched_getaffinity(0))
+        self.measured_s = 0.0
 
-    def measure(self, name: str, url: str, rate_per_s: float, seconds: float, seed: int) -> Run:
-        self.runs += 1
-        trace = Trace(tuple(shlex.split(self.trace)), seed, seconds, self.tbt_slo_ms)
-        output = self.folder / f"run-{self.runs:03d}.json"
-        if self.runs == 1:
-            print(f"each run: {shlex.join(trace.command('URL', rate_per_s, output))}, with its own rate, seed and duration")
-        run = replay(trace, url, rate_per_s, output)
-        print(f"  {self.runs:3d} {_line(name, run)}  seed {seed}, client lag P99 {run.client_lag_ms:.1f} ms", flush=True)
+    def servers(self, *systems: System) -> Servers:
+        return Servers(partial(running, systems, smollm2(), self.common, self.folder / "logs"), self.warm_up)
+
+    def warm_up(self, name: str, url: str) -> None:
+        replay(Trace(STEADY, 0, 20.0, self.tbt_slo_ms), url, 1.5, self.folder / f"warm-up-{name.replace(' ', '-')}.json")
+        self.measured_s = time.monotonic()
+
+    def measure(self, key: str, servers: Servers, name: str, trace: Trace, rate_per_s: float) -> Run:
+        """key: names the raw data, beside the system's name."""
+        output = self.folder / f"{key}-{name}.json".replace(" ", "-")
+        known = output.exists()
+        run = read(output) if known else self._replay(servers.url(name), trace, rate_per_s, output)
+        lag = "measured before" if known else f"client lag P99 {run.client_lag_ms:.1f} ms"
+        print(f"  {line(name, run)}  {key}, {lag}", flush=True)
         return run
 
-    def search(self, url: str) -> float:
+    def _replay(self, url: str, trace: Trace, rate_per_s: float, output: Path) -> Run:
+        unfinished = output.with_suffix(".part")
+        run = replay(trace, url, rate_per_s, unfinished)
+        unfinished.rename(output)
+        return run
+
+    def search(self, key: str, servers: Servers, trace: Trace, first: float) -> float:
         """The load at which stock vLLM keeps about half of its tokens within the SLO."""
+        print(f"\n{key}: {shlex.join(trace.command('URL', first, Path('RAW')))}, at the load at which stock keeps about half", flush=True)
         tried: dict[float, float] = {}
-        rate = next_rate(tried, LOW, HIGH, first=2.0)
+        rate = next_rate(tried, LOW, HIGH, first)
         while rate is not None and len(tried) < MOST_SEARCHES:
-            tried[rate] = self.measure(STOCK, url, rate, self.form.run_s, seed=1).attainment
-            rate = next_rate(tried, LOW, HIGH, first=2.0)
+            rate = float(f"{rate:.3g}")
+            tried[rate] = self.measure(f"{key}-search-{rate:g}", servers, STOCK, trace, rate).attainment
+            rate = next_rate(tried, LOW, HIGH, first)
         return best_rate(tried, LOW, HIGH)
 
-    def compare(self, urls: Mapping[str, str], rate_per_s: float) -> dict[str, list[Run]]:
-        """In turns; each repetition is another trace, the same for all."""
-        runs: dict[str, list[Run]] = {name: [] for name in urls}
-        for repetition in range(self.form.repetitions):
-            for name, url in urls.items():
-                runs[name].append(self.measure(name, url, rate_per_s, self.form.run_s, seed=2 + repetition))
-        return runs
+    def best_fixed(self, trace: Trace, rate_per_s: float) -> System | None:
+        """Stock vLLM with the best of the fixed chunks; None: that is the one it takes anyway, or none is asked for."""
+        runs: dict[int, Run] = {}
+        for chunk in self.form.chunks and (*self.form.chunks, STOCK_CHUNK):
+            system = fixed(chunk)
+            with self.servers(system) as servers:
+                runs[chunk] = self.measure("point-chunks", servers, system.name, trace, rate_per_s)
+        best = best_chunk(runs) if runs else STOCK_CHUNK
+        return None if best == STOCK_CHUNK else fixed(best)
 
-    def disturb(self, url: str, rate_per_s: float, core: int) -> Disturbance:
-        seconds = self.form.disturb_s
-        return disturb(core, seconds, lambda: self.measure(f"{OURS}, disturbed", url, rate_per_s, 3 * seconds, seed=9))
+    def predict(self, servers: Servers) -> str:
+        """How well steps were predicted, also while another process wants the core; in words."""
+        output = self.folder / "prediction.txt"
+        if not output.exists():
+            url, seconds = servers.url(OURS), self.form.disturb_s
+            work = partial(replay, Trace(STEADY, 9, 3 * seconds, self.tbt_slo_ms), url, 1.2, self.folder / "disturbed.json")
+            disturbed = disturb(self.core, seconds, work)
+            output.write_text(prediction.report(list(read_log(self.log)), self.measured_s, disturbed))
+        return output.read_text()
+
+
+def fixed(chunk: int) -> System:
+    return System(f"stock {chunk}", None, ("--max-num-batched-tokens", str(chunk)))
+
+
+def run(bench: Bench) -> None:
+    form = bench.form
+    point = Trace(bench.point, 1, None, bench.tbt_slo_ms)
+    curve = Trace(bench.curve, 1, form.curve_s, bench.tbt_slo_ms)
+    with bench.servers(bench.stock) as servers:
+        point_rate = bench.point_rate or bench.search("point", servers, point, first=3.0)
+        curve_rate = bench.search("curve", servers, curve, first=3.0) if form.parts else None
+    best = bench.best_fixed(point, point_rate)
+    systems = [bench.stock, bench.ours, *([best] if best else [])]
+    compared: dict[str, dict[str, list[Run]]] = {}
+    with bench.servers(*systems) as servers:
+        title = f"load point, --rate {point_rate:g}"
+        compared[title] = {system.name: [] for system in systems}
+        for repetition in range(form.repetitions):
+            for name, runs in compared[title].items():
+                runs.append(bench.measure(f"point-{repetition}", servers, name, point, point_rate))
+        for part in form.parts:
+            assert curve_rate is not None
+            rate = float(f"{part * curve_rate:.3g}")
+            compared[f"curve, --rate {rate:g}"] = {
+                name: [bench.measure(f"curve-{part:g}", servers, name, curve, rate)] for name in (STOCK, OURS)
+            }
+        predicted = bench.predict(servers)
+    for title, by_name in compared.items():
+        print_compared(title, by_name)
+    print(f"\n{predicted}")
+    raw = {title: {name: [asdict(one) for one in runs] for name, runs in by_name.items()} for title, by_name in compared.items()}
+    (bench.folder / "results.json").write_text(json.dumps({"machine": machine(), "runs": raw}, indent=1))
 
 
 def main() -> None:
     args = _parser().parse_args()
-    form = QUICK if args.quick else FULL
     args.output.mkdir(parents=True, exist_ok=True)
-    bench = Bench(form, args.trace, args.tbt_slo_ms, args.output)
     print(f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *sys.argv[1:]])}\nmachine: {json.dumps(machine())}", flush=True)
+    common = ("--served-model-name", "model", *shlex.split(args.vllm_args))
+    form = QUICK if args.quick else FULL
     try:
-        run(bench, form, args)
+        run(
+            Bench(
+                form, args.point_rate, _with(args.traces, args.point), _with(args.traces, args.curve), args.tbt_slo_ms, common, args.output
+            )
+        )
     except DynaServeError as error:
         print(f"bench-batching: {error}", file=sys.stderr)
         raise SystemExit(1) from error
 
 
-def run(bench: Bench, form: Form, args: argparse.Namespace) -> None:
-    model, cores = smollm2(), sorted(os.sched_getaffinity(0))
-    common, logs = ["--served-model-name", "model", *shlex.split(args.vllm_args)], bench.folder / "logs"
-    slo = ("--dynaserve-batching", "slo", "--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--dynaserve-step-log", str(bench.log))
-    table: dict[float, dict[str, list[Run]]] = {}
-    with running([System(STOCK, None), System(OURS, "dynaserve", slo)], model, common, logs) as urls:
-        os.sched_setaffinity(0, {cores[-1]})  # of this process, and of the clients that it starts
-        for name, url in urls.items():
-            bench.measure(f"{name}, warm-up", url, 1.5, 20.0, seed=0)
-        rate = args.rate or bench.search(urls[STOCK])
-        measured_s = time.monotonic()
-        for part in form.parts:
-            table[part] = bench.compare(urls, part * rate)
-        disturbed = bench.disturb(urls[OURS], DISTURBED_PART * rate, cores[0])
-        os.sched_setaffinity(0, set(cores))  # the servers that follow may use all
-    for chunk in form.chunks:
-        system = System(f"stock {chunk}", None, ("--max-num-batched-tokens", str(chunk)))
-        with running([system], model, common, logs) as urls:
-            os.sched_setaffinity(0, {cores[-1]})
-            bench.measure(f"{system.name}, warm-up", urls[system.name], 1.5, 20.0, seed=0)
-            for part in form.parts:
-                table[part] |= bench.compare(urls, part * rate)
-            os.sched_setaffinity(0, set(cores))
-    for part, runs in table.items():
-        _print_part(f"{part:.0%} of the load, {part * rate:.3g} requests/s, median of {form.repetitions}", runs)
-    _print_best(table, rate)
-    _print_prediction(bench.log, measured_s, disturbed)
-    raw = {f"{part * rate:.4g}": {name: [asdict(one) for one in runs] for name, runs in by_name.items()} for part, by_name in table.items()}
-    (bench.folder / "results.json").write_text(json.dumps({"machine": machine(), "load_per_s": rate, "runs": raw}, indent=1))
-
-
-def _line(name: str, run: Run) -> str:
-    return (
-        f"{name:22s} {run.rate_per_s:5.2f}/s {run.finished:4d}/{run.requests:<4d} within SLO {run.attainment:7.2%}"
-        f"  TTFT P50 {run.ttft_p50_ms:6.0f} P99 {run.ttft_p99_ms:6.0f} ms  growth {run.growth:5.2f}  TBT P99 {run.tbt_p99_ms:5.0f} ms"
-        f"  {run.output_tokens_per_s:6.1f} tokens/s"
-    )
-
-
-def _print_part(title: str, by_name: Mapping[str, Sequence[Run]]) -> None:
-    print(f"\n{title}")
-    medians = {name: _median(runs) for name, runs in by_name.items()}
-    for name, run in medians.items():
-        print(f"  {_line(name, run)}")
-    stock, ours = medians[STOCK], medians[OURS]
-    print(
-        f"  {OURS} / {STOCK}: TTFT P50 {ours.ttft_p50_ms / stock.ttft_p50_ms:.2f}, P99 {ours.ttft_p99_ms / stock.ttft_p99_ms:.2f},"
-        f" tokens/s {ours.output_tokens_per_s / stock.output_tokens_per_s:.3f}"
-    )
-
-
-def _misses(stock: Run, ours: Run) -> list[str]:
-    """Which of the goals are missed at a load."""
-    goals = {
-        "all requests finish": ours.finished == ours.requests,
-        "99 % of tokens within the SLO": ours.attainment >= 0.99,
-        "TTFT P50 at most 1.5x": ours.ttft_p50_ms <= 1.5 * stock.ttft_p50_ms,
-        "TTFT P99 at most 1.5x": ours.ttft_p99_ms <= 1.5 * stock.ttft_p99_ms,
-        "tokens/s within 5 %": ours.output_tokens_per_s >= 0.95 * stock.output_tokens_per_s,
-    }
-    return [goal for goal, met in goals.items() if not met]
-
-
-def _print_best(table: Mapping[float, Mapping[str, Sequence[Run]]], rate: float) -> None:
-    medians = {part: (_median(runs[STOCK]), _median(runs[OURS])) for part, runs in table.items()}
-    print("\ngoals of the comparison")
-    for part, (stock, ours) in medians.items():
-        missed = ", ".join(_misses(stock, ours)) or "none"
-        print(f"  at {part * rate:.3g} requests/s, where stock keeps {stock.attainment:.1%}: missed: {missed}")
-
-
-def _median(runs: Sequence[Run]) -> Run:
-    return Run(**{field: median(getattr(run, field) for run in runs) for field in Run.__dataclass_fields__})
-
-
-def _print_prediction(log: Path, measured_s: float, disturbed: Disturbance) -> None:
-    steps = list(read_log(log))
-    quiet = [step for step in steps if measured_s <= step.at_s < disturbed.began_s]
-    errors = prediction.errors(quiet)
-    print(f"\nprediction: mean absolute error {errors.live:.1%} over {errors.steps} steps, each predicted before it ran;")
-    print(f"  {errors.frozen:.1%} on the second half of them by a profile that learnt from the first half only")
-    during = [step for step in steps if disturbed.began_s < step.at_s < disturbed.ended_s]
-    slowdown = prediction.slowdown(quiet, during)
-    print(f"  a busy process on the core got {disturbed.core_share:.0%} of it and made steps {slowdown:.2f}x as long")
-    for what, changed_s in (("began", disturbed.began_s), ("ended", disturbed.ended_s)):
-        recovered = prediction.steps_to_recover(steps, changed_s)
-        print(
-            f"  after it {what}: "
-            + ("never" if recovered is None else f"{recovered} steps until {prediction.WINDOW_STEPS} in a row were within 15 % on average")
-        )
+def _with(traces: Path | None, arguments: str) -> tuple[str, ...]:
+    return (*shlex.split(arguments), *(() if traces is None else ("--traces", str(traces))))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batching", description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="some ten minutes: one repetition, no fixed chunks")
-    parser.add_argument(
-        "--trace", default="--workload sample --arrivals poisson", metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)"
-    )
-    parser.add_argument("--rate", type=float, metavar="R", help="requests per second (default: searched)")
+    parser.add_argument("--quick", action="store_true", help="some twelve minutes: the load point once, no fixed chunks, no curve")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files that --point and --curve name")
+    parser.add_argument("--point", default=POINT, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
+    parser.add_argument("--point-rate", type=float, metavar="R", help="of --point, in requests per second (default: searched)")
+    parser.add_argument("--curve", default=CURVE, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)s)")
-    parser.add_argument("--vllm-args", default="", metavar="ARGS", help="of all servers, separated by spaces")
+    parser.add_argument("--vllm-args", default="--max-num-seqs 64", metavar="ARGS", help="of all servers (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("build/bench-batching"), metavar="DIR", help="raw data (default: %(default)s)")
     return parser
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from benchmarks.disturbance import Disturbance
 from dynaserve.live_profile import LiveProfile
 from dynaserve.messages import MeasuredStep
 from dynaserve.step_latency import BatchShape, ProfileTable
@@ -72,3 +73,20 @@ def steps_to_recover(steps: Sequence[StepReport], changed_s: float) -> int | Non
         if mean(after[end - WINDOW_STEPS : end]) < RECOVERED:
             return end
     return None
+
+
+def report(steps: Sequence[StepReport], measured_s: float, disturbed: Disturbance) -> str:
+    """In words. measured_s: when the warm-up was over."""
+    quiet = [step for step in steps if measured_s <= step.at_s < disturbed.began_s]
+    found = errors(quiet)
+    during = [step for step in steps if disturbed.began_s < step.at_s < disturbed.ended_s]
+    lines = [
+        f"prediction: mean absolute error {found.live:.1%} over {found.steps} steps, each predicted before it ran;",
+        f"  {found.frozen:.1%} on the second half of them by a profile that learnt from the first half only",
+        f"  a busy process on the core got {disturbed.core_share:.0%} of it and made steps {slowdown(quiet, during):.2f}x as long",
+    ]
+    for what, changed_s in (("began", disturbed.began_s), ("ended", disturbed.ended_s)):
+        recovered = steps_to_recover(steps, changed_s)
+        until = "never" if recovered is None else f"{recovered} steps until {WINDOW_STEPS} in a row were within 15 % on average"
+        lines.append(f"  after it {what}: {until}")
+    return "\n".join(lines)

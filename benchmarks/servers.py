@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynaserve.local.fleet import LocalFleet
@@ -20,6 +21,36 @@ class System:
     name: str
     plugin: str | None
     args: tuple[str, ...] = ()
+
+
+@dataclass
+class Servers:
+    """Some systems at the same time, started when the first of them is asked for, and stopped on leaving the context.
+
+    start: of all of them; gives their URLs, and stops them when it is left. warm_up: is called with each name and URL.
+    """
+
+    start: Callable[[], AbstractContextManager[dict[str, str]]]
+    warm_up: Callable[[str, str], None]
+    urls: dict[str, str] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def url(self, name: str) -> str:
+        """From then on this process, and the clients that it starts, keep to the last core."""
+        if not self.urls:
+            cores = os.sched_getaffinity(0)
+            self.urls = self._stack.enter_context(self.start())
+            self._stack.callback(os.sched_setaffinity, 0, cores)  # servers that follow may use all
+            os.sched_setaffinity(0, {max(cores)})
+            for each, url in self.urls.items():
+                self.warm_up(each, url)
+        return self.urls[name]
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
 
 @contextmanager

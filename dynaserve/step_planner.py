@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 
 from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.live_profile import LiveProfile
-from dynaserve.step_latency import BatchLimits, BatchShape, BudgetReason, PrefillBudget, PrefillWork, choose_budget, leaves_room_for_decode
+from dynaserve.step_latency import (
+    BatchLimits,
+    BatchShape,
+    BudgetReason,
+    PrefillBudget,
+    PrefillWork,
+    choose_budget,
+    leaves_room_for_decode,
+    prefill_pairs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,7 @@ class RunningDecodes:
     due_s: float
 
 
+_AT_LIMIT = (BudgetReason.step_limit, BudgetReason.efficiency, BudgetReason.minimum_share)
 NO_DECODES = RunningDecodes(0, 0, math.inf)
 
 
@@ -50,12 +60,14 @@ class StepPlanner:
     unprofiled_prefill_tokens: int
     margin: DeadlineMargin = field(default_factory=DeadlineMargin)
 
-    def observe(self, shape: BatchShape, predicted_ms: float | None, measured_ms: float) -> None:
+    def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:
         """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
         table = self.profile.table
-        # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
-        if table is not None and predicted_ms is not None and shape.decodes and shape.prefill_tokens:
-            self.margin.observe(predicted_ms, measured_ms, table.sigma)
+        if table is not None and predicted_ms is not None and shape.decodes:
+            self.margin.count(shape.decodes, at_limit=plan.reason in _AT_LIMIT)
+            # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
+            if shape.prefill_tokens:
+                self.margin.observe(predicted_ms, measured_ms, table.sigma)
         self.profile.observe(shape, measured_ms)
 
     def plan(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:
@@ -70,6 +82,14 @@ class StepPlanner:
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self.max_tokens, min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
+
+    def prefill_ms(self, work: PrefillWork) -> float:
+        """Of a prompt that is computed alone, in one step; 0 before anything was measured."""
+        table = self.profile.table
+        if table is None:
+            return 0.0
+        pairs = prefill_pairs(work.tokens, work.context_tokens)
+        return table.step_ms(BatchShape(prefill_tokens=work.tokens, prefill_pairs=pairs))
 
     def admits(self, decodes: int, context_tokens: int, one_more_context: int, slo_ms: float) -> bool:
         """Whether one more decode of `one_more_context` tokens beside `decodes` others of `context_tokens` together leaves a step

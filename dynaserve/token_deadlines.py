@@ -34,11 +34,12 @@ class TokenDeadlines:
     first_due_s: dict[str, float] = field(default_factory=dict)
     counts: TokenCounts = field(default_factory=TokenCounts)
     _slos: dict[str, TokenSlo] = field(default_factory=dict)
-    _arrived_s: dict[str, float] = field(default_factory=dict)
+    _earliest_s: dict[str, float] = field(default_factory=dict)
 
-    def arrive(self, request_id: str, slo: TokenSlo, now_s: float) -> None:
+    def arrive(self, request_id: str, slo: TokenSlo, now_s: float, prefill_s: float = 0.0) -> None:
+        """prefill_s: of its prompt, on a machine of its own."""
         self._slos[request_id] = slo
-        self._arrived_s[request_id] = now_s
+        self._earliest_s[request_id] = now_s + prefill_s
         if slo.ttft_s is not None:
             self.first_due_s[request_id] = now_s + slo.ttft_s
 
@@ -51,9 +52,9 @@ class TokenDeadlines:
         return min((self._slos[request_id].tbt_s for request_id in request_ids), default=math.inf)
 
     def first_token_due_s(self, request_id: str, patience_s: float) -> float:
-        """patience_s: instead of a TTFT SLO for a request that has none."""
+        """patience_s: instead of a TTFT SLO for a request that has none, counted from when its prefill could have ended."""
         due_s = self.first_due_s.get(request_id)
-        return self._arrived_s[request_id] + patience_s if due_s is None else due_s
+        return self._earliest_s[request_id] + patience_s if due_s is None else due_s
 
     def took_over(self, request_id: str, now_s: float) -> None:
         """The request goes on where another instance stopped: its last token is as old as this call, unless it was told before."""
@@ -76,7 +77,7 @@ class TokenDeadlines:
 
     def forget(self, request_id: str) -> None:
         self._slos.pop(request_id, None)
-        self._arrived_s.pop(request_id, None)
+        self._earliest_s.pop(request_id, None)
         self.next_due_s.pop(request_id, None)
         self.first_due_s.pop(request_id, None)
 

@@ -13,11 +13,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from dynaserve.step_latency import BatchShape, Roofline, prefill_pairs
 from dynaserve.step_report import BatchReport, read_log
 from dynaserve.token_deadlines import TokenCounts
-from tests.virtual_engine import Engine
+from tests.virtual_engine import MACHINE, Engine
 from vllm_plugin.batching import REPORT_KEY
 from vllm_plugin.options import PluginOptions
+
+SLOW_ATTENTION = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=5e-4, decode_ms=0.3, context_ms=5e-4)
 
 
 @pytest.fixture
@@ -63,6 +66,43 @@ def test_prompts_share_what_is_left_in_order_of_arrival(make: Callable[..., Engi
     engine.add("second", 1200, 1)
     engine.run()
     assert engine.order == ["decode", "first", "second"]
+
+
+def test_a_short_prompt_goes_first_if_it_alone_would_be_ready_first(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.learn()
+    engine.add("decode", 20, 300)
+    engine.step()
+    engine.add("under way", 1200, 1)
+    engine.step()
+    engine.add("long", 1200, 1)
+    engine.add("middle", 600, 1)
+    engine.add("short", 100, 1)
+    engine.run()
+    assert engine.order == ["decode", "under way", "short", "middle", "long"]
+
+
+def test_short_prompts_overtake_a_long_one_for_as_long_as_it_computes_only(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.learn()
+    for i in range(25):
+        engine.add(f"decode-{i}", 20, 400)
+    engine.step()
+    engine.add("under way", 1200, 1)
+    engine.step()
+    came_s = engine.now_s
+    engine.add("long", 1200, 1)
+    alone_s = MACHINE.step_ms(BatchShape(prefill_tokens=1200, prefill_pairs=prefill_pairs(1200, 0))) / 1e3
+    shorts: dict[str, float] = {}
+    while "long" in {request.request_id for request in engine.scheduler.waiting}:
+        if len(engine.scheduler.waiting) < 4:
+            shorts[f"short-{len(shorts)}"] = engine.now_s
+            engine.add(f"short-{len(shorts) - 1}", 100, 1)
+        engine.step()
+    engine.run()
+    after = {name for name in shorts if engine.order.index(name) > engine.order.index("long")}
+    assert 0 < len(after) < len(shorts)
+    assert all(shorts[name] < came_s + 1.2 * alone_s for name in shorts.keys() - after)
 
 
 def test_prefill_progresses_when_decodes_alone_take_too_long(make: Callable[..., Engine]) -> None:
@@ -133,6 +173,26 @@ def test_a_cached_prefix_is_not_computed_again(make: Callable[..., Engine]) -> N
     engine.run()
     engine.add("b", 700, 2, like="a")
     assert engine.step() == {"b": 60}
+    engine.run()
+
+
+def test_chunks_behind_a_cached_prefix_keep_the_slo(make: Callable[..., Engine]) -> None:
+    engine = make(machine=SLOW_ATTENTION)
+    engine.learn()
+    for i in range(5):
+        engine.add(f"decode-{i}", 20, 300)
+    engine.step()
+    engine.add("first", 3000, 1)
+    while "first" in engine.scheduler.requests:
+        engine.step()
+    since_s = engine.now_s
+    for i in range(6):
+        engine.add(f"again-{i}", 3000 + 100 * (i + 1), 1, like="first")
+        while f"again-{i}" in engine.scheduler.requests:
+            engine.step()
+    gaps = engine.gaps_ms(since_s)
+    assert max(gaps) > 50.0
+    assert all(gap <= 100.0 for gap in gaps)
     engine.run()
 
 

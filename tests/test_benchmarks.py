@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from benchmarks import prediction, predictor
+from benchmarks.goals import best_chunk, median_of, misses
 from benchmarks.load_search import best_rate, next_rate
-from benchmarks.runs import growth
+from benchmarks.runs import Run
+from benchmarks.servers import Servers
 from dynaserve.messages import MeasuredStep
 from dynaserve.step_report import StepReport
 
@@ -34,8 +39,47 @@ def test_the_search_ends_where_attainment_falls_off_a_cliff() -> None:
     assert best_rate(tried, 0.45, 0.60) == pytest.approx(3.0, rel=0.05)
 
 
-def test_growth_compares_the_last_third_with_the_first() -> None:
-    assert growth([10.0, 20.0, 50.0, 50.0, 40.0, 50.0]) == 3.0
+def run_of(attainment: float = 0.995, ttft_ms: float = 300.0, tokens_per_s: float = 100.0, *, grows: bool = False) -> Run:
+    return Run(2.0, 50, 50, attainment, ttft_ms, 3 * ttft_ms, 90.0, tokens_per_s, 0.1 * grows, grows, 1.0)
+
+
+def test_the_goals_that_are_missed_are_named() -> None:
+    stock = run_of(attainment=0.5, ttft_ms=200.0, tokens_per_s=103.0)
+    assert misses(stock, run_of()) == []
+    assert misses(stock, run_of(ttft_ms=301.0)) == ["TTFT P50 at most 1.5x", "TTFT P99 at most 1.5x"]
+    assert misses(stock, run_of(attainment=0.98, tokens_per_s=97.0, grows=True)) == [
+        "TTFT does not grow",
+        "99 % of tokens within the SLO",
+        "tokens/s within 5 %",
+    ]
+
+
+def test_the_best_fixed_chunk_has_the_most_tokens_in_time() -> None:
+    runs = {64: run_of(1.0, tokens_per_s=50.0), 128: run_of(0.9), 256: run_of(0.9), 512: run_of(0.6, tokens_per_s=110.0)}
+    assert best_chunk(runs) == 256
+
+
+def test_a_median_is_of_each_figure_by_itself() -> None:
+    median = median_of([run_of(0.9, 300.0), run_of(0.99, 500.0, grows=True), run_of(0.95, 400.0)])
+    assert (median.attainment, median.ttft_p50_ms, median.ttft_grows) == (0.95, 400.0, False)
+
+
+def test_servers_start_when_the_first_is_asked_for_and_stop_afterwards() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def start() -> Iterator[dict[str, str]]:
+        told.append("started")
+        yield {"a": "http://a", "b": "http://b"}
+        told.append("stopped")
+
+    cores = os.sched_getaffinity(0)
+    with Servers(start, lambda name, url: told.append(f"{name} {url}")) as servers:
+        assert told == []
+        assert (servers.url("b"), servers.url("a")) == ("http://b", "http://a")
+        assert os.sched_getaffinity(0) == {max(cores)}
+    assert told == ["started", "a http://a", "b http://b", "stopped"]
+    assert os.sched_getaffinity(0) == cores
 
 
 def step(at_s: float, predicted_ms: float | None, measured_ms: float, decodes: int = 4) -> StepReport:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from dynaserve.deadline_margin import LATE_SHARE, MOST_LATE_SHARE
 from dynaserve.live_profile import LEAST_SAMPLES, MOST_SAMPLES, WARM_UP_STEPS, LiveProfile
 from dynaserve.step_latency import BatchShape, BudgetReason, PrefillWork, ProfileTable, Roofline, prefill_pairs
 from dynaserve.step_planner import NO_DECODES, RunningDecodes, StepPlan, StepPlanner
@@ -59,6 +60,13 @@ def test_a_missed_deadline_still_lets_prefill_progress_and_is_told() -> None:
     assert (plan.prefill_tokens, plan.reason, plan.late) == (16, BudgetReason.minimum_share, True)
 
 
+def test_a_prompt_alone_takes_what_the_table_says() -> None:
+    table = ProfileTable(MACHINE)
+    shape = BatchShape(prefill_tokens=700, prefill_pairs=prefill_pairs(700, 300))
+    assert planner(table).prefill_ms(PrefillWork(700, 300)) == table.step_ms(shape) > 100
+    assert planner().prefill_ms(PrefillWork(700, 300)) == 0
+
+
 def test_before_anything_was_measured_the_budget_is_the_one_given() -> None:
     fresh = planner()
     assert fresh.plan(running(3), [PrefillWork(5000)], now_s=0.0).prefill_tokens == 64
@@ -79,6 +87,18 @@ def test_a_server_that_began_with_nothing_keeps_its_deadlines_after_some_hundred
         if step >= 500:
             late += took_ms > 1e3 * SLO_S
     assert late <= 10, "a hundredth of the steps may be late"
+
+
+def test_steps_may_be_late_more_often_where_few_use_up_their_time() -> None:
+    table = ProfileTable(MACHINE)
+    busy, resting = planner(table), planner(table)
+    decodes = running(10)
+    for each, work in ((busy, [PrefillWork(5000)]), (resting, [])):
+        for _ in range(500):
+            plan = each.plan(decodes, work, now_s=0.0)
+            each.observe(step_shape(plan, decodes), plan, 50.0, 50.0)
+    assert busy.margin.late_share == pytest.approx(LATE_SHARE, rel=0.1)
+    assert resting.margin.late_share == MOST_LATE_SHARE
 
 
 def test_the_first_steps_of_an_engine_are_not_learnt() -> None:

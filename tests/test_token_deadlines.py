@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
-from dynaserve.deadline_margin import LATE_SHARE, NORMAL_SIGMAS, DeadlineMargin
+from dynaserve.deadline_margin import LATE_SHARE, MOST_LATE_SHARE, NORMAL_SIGMAS, DeadlineMargin
 from dynaserve.token_deadlines import TokenCounts, TokenDeadlines, TokenSlo
 
 SLO = TokenSlo(tbt_s=0.1)
@@ -64,17 +67,32 @@ def test_nothing_is_left_of_a_request_that_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("heavy", [1.0, 1.8])
-def test_the_margin_follows_the_errors_that_are_seen(heavy: float) -> None:
-    """heavy: how much longer the tail is than a normal distribution's."""
-    import random
-
+@pytest.mark.parametrize(("decodes_alone", "late_share"), [(0, LATE_SHARE), (1, 2 * LATE_SHARE), (20, MOST_LATE_SHARE)])
+def test_the_margin_follows_the_errors_that_are_seen(heavy: float, decodes_alone: int, late_share: float) -> None:
+    """heavy: how much longer the tail is than a normal distribution's. decodes_alone: steps of them beside each at its limit."""
     rng, margin, sigma = random.Random(3), DeadlineMargin(), 0.05
     assert margin.share(0.0) == 1.0
     late = 0
-    for step in range(8000):
+    for step in range(20_000):
         error = sigma * rng.gauss(0, heavy)
         if step >= 1000:
             late += error > margin.sigmas * sigma
-        margin.observe(10.0, 10.0 * 2.718281828**error, sigma)
-    assert late / 7000 == pytest.approx(LATE_SHARE, rel=0.4)
-    assert margin.sigmas == pytest.approx(heavy * NORMAL_SIGMAS, rel=0.25)
+        margin.count(5, at_limit=True)
+        for _ in range(decodes_alone):
+            margin.count(5, at_limit=False)
+        margin.observe(10.0, 10.0 * math.exp(error), sigma)
+    assert margin.late_share == pytest.approx(min(MOST_LATE_SHARE, late_share), rel=0.05)
+    assert late / 19_000 == pytest.approx(min(MOST_LATE_SHARE, late_share), rel=0.3)
+
+
+def test_the_margin_begins_as_if_all_steps_used_up_their_time() -> None:
+    assert DeadlineMargin().late_share == LATE_SHARE
+    assert DeadlineMargin().sigmas == NORMAL_SIGMAS
+
+
+def test_without_a_ttft_slo_patience_is_counted_from_when_the_prefill_could_have_ended() -> None:
+    deadlines = TokenDeadlines()
+    deadlines.arrive("patient", SLO, 5.0, prefill_s=0.5)
+    deadlines.arrive("urgent", TokenSlo(0.1, ttft_s=1.0), 5.0, prefill_s=0.5)
+    assert deadlines.first_token_due_s("patient", patience_s=10.0) == pytest.approx(15.5)
+    assert deadlines.first_token_due_s("urgent", patience_s=10.0) == pytest.approx(6.0)

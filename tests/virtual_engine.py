@@ -59,7 +59,8 @@ class Engine:
     """Runs the scheduler's batches on the virtual machine.
 
     pipelined: as vLLM does with asynchronous scheduling, the next batch is formed while one runs. draft_tokens: that each decode
-    speculates, all of which are accepted. cuts: the instance of a fleet, without workers. folder: gets the model's config.
+    speculates, all of which are accepted. cuts: the instance of a fleet, without workers. stock: vLLM's scheduler alone. machine: what
+    its steps take. folder: gets the model's config.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class Engine:
         pipelined: bool = False,
         draft_tokens: int = 0,
         cuts: bool = False,
+        stock: bool = False,
+        machine: Roofline = MACHINE,
         **engine_args: Any,
     ) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -94,8 +97,8 @@ class Engine:
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
         base = AsyncScheduler if pipelined else Scheduler
-        self.blocks, self.pipelined, self.draft_tokens = blocks, pipelined, draft_tokens
-        mixins = (CutScheduler, SloScheduler) if cuts else (SloScheduler,)
+        self.blocks, self.pipelined, self.draft_tokens, self.machine = blocks, pipelined, draft_tokens, machine
+        mixins: tuple[type, ...] = () if stock else (CutScheduler, SloScheduler) if cuts else (SloScheduler,)
         self.scheduler: Any = type("SchedulerUnderTest", (*mixins, base), {})(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]),
@@ -145,11 +148,12 @@ class Engine:
 
     def _decodes(self, request: Request) -> bool:
         done = request.num_output_tokens + request.num_output_placeholders >= request.max_tokens
-        return not (done or request.is_prefill_chunk or request.request_id in self.scheduler.parked_requests())
+        parked = self.scheduler.parked_requests() if isinstance(self.scheduler, SloScheduler) else ()
+        return not (done or request.is_prefill_chunk or request.request_id in parked)
 
     def _start(self, output: SchedulerOutput, scheduled: dict[str, int]) -> None:
         scheduler = self.scheduler
-        took_ms = MACHINE.step_ms(shape_of(output, scheduler.requests)) * self.slowness if scheduled else 1.0
+        took_ms = self.machine.step_ms(shape_of(output, scheduler.requests)) * self.slowness if scheduled else 1.0
         self.steps_ms.append(took_ms)
         starts_s = max([self.now_s, *(step.ends_s for step in self._under_way)])
         ids = list(scheduled)

@@ -40,8 +40,11 @@ REPORT_KEY = "dynaserve_steps"
 
 _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
+_MOST_LOOKED_UP = 8
+"""Of those, how many are looked up in the prefix cache: more of them hardly begin in one step beside decodes."""
 _PATIENCE_S = 10.0
-"""A prompt without a TTFT SLO begins as if its first token were due so long after it came: others overtake it for so long at most."""
+"""A prompt without a TTFT SLO begins as if its first token were due so long after the prompt alone could have it: those with an
+SLO overtake it for so long at most, and of those without one a short prompt overtakes a long one only as far as it is shorter."""
 
 
 @dataclass(slots=True)
@@ -74,15 +77,26 @@ class SloScheduler(Scheduler):
         self.deadlines = self.accounts.deadlines
         self.clock: Callable[[], float] = time.monotonic
         self._ended: list[str] = []
-        self._own_ttft: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         self._forget_ended()
-        slo = self._slo_of(request)
-        self.deadlines.arrive(request.request_id, slo, self.clock())
-        if slo.ttft_s != self._slo.ttft_s:
-            self._own_ttft.add(request.request_id)
+        cached = self._cached_tokens(request)
+        prefill_s = 1e-3 * self.accounts.planner.prefill_ms(PrefillWork(request.num_tokens - cached, cached))
+        self.deadlines.arrive(request.request_id, self._slo_of(request), self.clock(), prefill_s)
         super().add_request(request)
+        if self.policy == SchedulingPolicy.FCFS and self.waiting and self.waiting[-1] is request:
+            self._take_turn(request)
+
+    def _take_turn(self, request: Request) -> None:
+        """Moves the last of the waiting prompts to its turn: they begin by when their first tokens are due."""
+        turn_s, waiting = self.deadlines.first_token_due_s, self.waiting
+        due_s = turn_s(request.request_id, _PATIENCE_S)
+        place = len(waiting) - 1
+        while place and waiting[place - 1].status != RequestStatus.PREEMPTED and turn_s(waiting[place - 1].request_id, _PATIENCE_S) > due_s:
+            place -= 1
+        if place < len(waiting) - 1:
+            waiting.pop()
+            waiting.insert(place, request)
 
     def _slo_of(self, request: Request) -> TokenSlo:
         extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
@@ -109,7 +123,6 @@ class SloScheduler(Scheduler):
     def prepare_step(self, now_s: float) -> StepPlan:
         """Sets what vLLM's scheduler may take for the next step."""
         self._forget_ended()
-        self._put_urgent_first()
         batch = self._running_batch(now_s)
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
@@ -134,22 +147,6 @@ class SloScheduler(Scheduler):
         """Until the request samples its next token, or stops at its hand-off point."""
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
         return int(self._reserve_prefill_lookahead(request, request.num_computed_tokens, tokens))
-
-    def _put_urgent_first(self) -> None:
-        """Orders the waiting prompts by when their first tokens are due, which for requests of one SLO is the order of arrival."""
-        if not self._own_ttft:
-            return
-        self._own_ttft = {request_id for request_id in self._own_ttft if request_id in self.deadlines.first_due_s}
-        if self._own_ttft and self.policy == SchedulingPolicy.FCFS:
-            preempted_first = sorted(
-                self.waiting,
-                key=lambda request: (
-                    request.status != RequestStatus.PREEMPTED,
-                    self.deadlines.first_token_due_s(request.request_id, _PATIENCE_S),
-                ),
-            )
-            self.waiting.clear()
-            self.waiting.extend(preempted_first)
 
     def _running_batch(self, now_s: float) -> _Batch:
         """Puts the decodes first, each part in order of arrival, as vLLM preempts from the end.
@@ -199,14 +196,25 @@ class SloScheduler(Scheduler):
     def _work_of(self, requests: Sequence[Request]) -> list[PrefillWork]:
         """No more than fits into any step."""
         works: list[PrefillWork] = []
-        tokens = 0
+        tokens = looked_up = 0
         for request in requests:
             if tokens >= self._most_scheduled_tokens:
                 break
-            if (own := self.tokens_to_compute(request)) > 0:
-                works.append(PrefillWork(own, request.num_computed_tokens))
+            cached = 0
+            if not request.num_computed_tokens and looked_up < _MOST_LOOKED_UP:
+                cached = self._cached_tokens(request)
+                looked_up += 1
+            if (own := self.tokens_to_compute(request) - cached) > 0:
+                works.append(PrefillWork(own, request.num_computed_tokens + cached))
                 tokens += own
         return works
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Of its prompt, what the prefix cache holds, as `KVCacheManager.get_computed_blocks` finds it. Its chunks attend to them."""
+        manager = self.kv_cache_manager
+        if not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        return int(manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
 
     def _admissible(self, batch: _Batch, waiting: list[Request]) -> int:
         """How many of the waiting prompts may begin: each becomes a decode, and those alone must fit into the SLO."""

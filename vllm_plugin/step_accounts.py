@@ -81,7 +81,7 @@ class StepAccounts:
         self._last_end_s = now_s
         if took_ms <= 0:
             return
-        self.planner.observe(step.shape, step.predicted_ms, took_ms)
+        self.planner.observe(step.shape, step.plan, step.predicted_ms, took_ms)
         report = _report_of(step, took_ms, now_s)
         self._reporter.add(report)
         if self.log is not None:

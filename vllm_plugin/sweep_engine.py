@@ -44,7 +44,7 @@ class SweepPlanner(StepPlanner):
     def admits(self, decodes: int, context_tokens: int, one_more_context: int, slo_ms: float) -> bool:
         return True
 
-    def observe(self, shape: BatchShape, predicted_ms: float | None, measured_ms: float) -> None:
+    def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:
         self.measured.append((shape, measured_ms))
 
 
