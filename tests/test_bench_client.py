@@ -271,7 +271,8 @@ def test_lengths_are_scaled_and_limited(bench: Bench) -> None:
     assert run.status == 0, run.stderr
     lengths = [(request["prompt_tokens"], request["output_tokens"]) for request in run.requests]
     assert all(prompt + output <= 60 for prompt, output in lengths)
-    assert lengths == [(len(body["prompt"]), body["max_tokens"]) for body in bench.server.bodies[1:]]
+    # Two that leave close to each other may arrive in either order.
+    assert sorted(lengths) == sorted((len(body["prompt"]), body["max_tokens"]) for body in bench.server.bodies[1:])
 
 
 @pytest.mark.parametrize(
