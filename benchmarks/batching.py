@@ -40,6 +40,7 @@ STOCK_CHUNK = 2048
 """What stock vLLM takes by itself."""
 LOW, HIGH = 0.45, 0.60
 MOST_SEARCHES = 6
+QUIET_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Bench:
         for chunk in self.form.chunks and (*self.form.chunks, STOCK_CHUNK):
             system = fixed(chunk)
             with self.servers(system) as servers:
-                runs[chunk] = self.measure("point-chunks", servers, system.name, trace, rate_per_s)
+                runs[chunk] = self.measure(f"point-{rate_per_s:g}-chunks", servers, system.name, trace, rate_per_s)
         best = best_chunk(runs) if runs else STOCK_CHUNK
         return None if best == STOCK_CHUNK else fixed(best)
 
@@ -124,6 +125,8 @@ class Bench:
         output = self.folder / "prediction.txt"
         if not output.exists():
             url, seconds = servers.url(OURS), self.form.disturb_s
+            # Steps of its own: the runs before may have been measured by an earlier start of the server.
+            replay(Trace(STEADY, 8, QUIET_S, self.tbt_slo_ms), url, 1.2, self.folder / "quiet.json")
             work = partial(replay, Trace(STEADY, 9, 3 * seconds, self.tbt_slo_ms), url, 1.2, self.folder / "disturbed.json")
             disturbed = disturb(self.core, seconds, work)
             output.write_text(prediction.report(list(read_log(self.log)), self.measured_s, disturbed))
@@ -149,12 +152,12 @@ def run(bench: Bench) -> None:
         compared[title] = {system.name: [] for system in systems}
         for repetition in range(form.repetitions):
             for name, runs in compared[title].items():
-                runs.append(bench.measure(f"point-{repetition}", servers, name, point, point_rate))
+                runs.append(bench.measure(f"point-{point_rate:g}-{repetition}", servers, name, point, point_rate))
         for part in form.parts:
             assert curve_rate is not None
             rate = float(f"{part * curve_rate:.3g}")
             compared[f"curve, --rate {rate:g}"] = {
-                name: [bench.measure(f"curve-{part:g}", servers, name, curve, rate)] for name in (STOCK, OURS)
+                name: [bench.measure(f"curve-{rate:g}", servers, name, curve, rate)] for name in (STOCK, OURS)
             }
         predicted = bench.predict(servers)
     for title, by_name in compared.items():
@@ -165,8 +168,14 @@ def run(bench: Bench) -> None:
 
 
 def main() -> None:
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps([args.point, args.curve, args.tbt_slo_ms, args.vllm_args, str(args.traces)])
+    known = args.output / "settings.json"
+    if known.exists() and known.read_text() != settings:
+        parser.error(f"{args.output} holds runs of other options, {known.read_text()}: take another --output")
+    known.write_text(settings)
     print(f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *sys.argv[1:]])}\nmachine: {json.dumps(machine())}", flush=True)
     common = ("--served-model-name", "model", *shlex.split(args.vllm_args))
     form = QUICK if args.quick else FULL

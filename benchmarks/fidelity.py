@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from dynaserve.bench import simulate
+from dynaserve.bench import capacity, simulate
 from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
@@ -128,13 +128,13 @@ def _replay(load: Load, url: str, output: Path) -> Figures:
 def _with_capacity(real: Figures, load: Load, url: str, output: Path) -> Figures:
     command = ["capacity", "--url", url, *load.shared(), "--repetitions", "1", "--max-client-lag-ms", "1000", "--output", str(output)]
     found = _bench(command, output)["capacity_per_s"]
-    return Figures(real.goodput_tokens_per_s, real.tbt_p50_ms, real.tbt_p99_ms, real.ttft_p50_ms, found)
+    return replace(real, capacity_per_s=found)
 
 
 def _bench(arguments: Sequence[str], output: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "dynaserve.cli", "bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    if done.returncode not in (0, capacity.NOT_SERVABLE):
         raise DynaServeError(f"{shlex.join(arguments)}: exit status {done.returncode}: {done.stderr[-500:]}")
     raw: dict[str, Any] = json.loads(output.read_bytes())
     return raw

@@ -7,7 +7,9 @@ every request must still be answered. Compared with the same instances without a
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from dynaserve.bench.report import machine
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 
@@ -75,7 +78,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20, help="half of them in each direction (default: %(default)s)")
     parser.add_argument("--duration-s", type=float, default=20.0)
     args = parser.parse_args()
-    print(f"command: {' '.join(sys.argv)}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
+    print(f"command: {shlex.join(sys.argv)}\nmachine: {json.dumps(machine())}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         options = ["--dynaserve-park-timeout-ms", "600000", "--no-enable-prefix-caching"]
         fleet = LocalFleet(smollm2(), dtype="bfloat16", vllm_args=options, log_dir=Path(logs))
@@ -85,6 +88,8 @@ def main() -> None:
             frontend = fleet.pids["frontend"][0]
             tasks = [pool.submit(ask, fleet, number) for number in range(args.requests)]
             while sum(state["requests"] for state in held(fleet)) < 2 * args.requests:
+                if any(task.done() for task in tasks):
+                    raise SystemExit("a request ended before all of them were there")
                 time.sleep(0.05)
             os.kill(frontend, signal.SIGSTOP)
             try:

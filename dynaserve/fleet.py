@@ -80,9 +80,10 @@ def profile_key(description: InstanceDescription) -> ProfileKey:
 
 def check_profile(profile: Path, instances: Sequence[Instance]) -> None:
     """Raises ConfigError, naming file, field and instance, if the profile was measured on something else than the fleet."""
+    measured = latency_profile.key_of(profile)
     for instance in instances:
         try:
-            latency_profile.check(profile, profile_key(instance.description))
+            latency_profile.compare(profile, measured, profile_key(instance.description))
         except ConfigError as error:
             raise ConfigError(f"{error} (instance {instance.instance_id})") from error
 

@@ -6,14 +6,13 @@ any other.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from dynaserve.errors import ConfigError
+from dynaserve.files import write_in_one_move
 from dynaserve.step_latency import CONTEXT_BINS, DECODE_BINS, TOKEN_BINS, ProfileBin, ProfileTable, Roofline
 
 FORMAT_VERSION = 1
@@ -67,15 +66,7 @@ def save(path: Path, table: ProfileTable, key: ProfileKey, provenance: str) -> N
     content = _File(
         FORMAT_VERSION, key, provenance, TOKEN_BINS, DECODE_BINS, CONTEXT_BINS, _Roofline(**roofline), table.log_scale, table.sigma, bins
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(content), indent=1))
-        Path(scratch).replace(path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    write_in_one_move(path, msgspec.json.format(msgspec.json.encode(content), indent=1))
 
 
 def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
@@ -88,7 +79,7 @@ def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
     if content.format_version != FORMAT_VERSION:
         raise ConfigError(f"{path}: format_version is {content.format_version}, this version of DynaServe reads {FORMAT_VERSION}")
     if key is not None:
-        _compare(path, content.key, key)
+        compare(path, content.key, key)
     for name, axis in {"token_bins": TOKEN_BINS, "decode_bins": DECODE_BINS, "context_bins": CONTEXT_BINS}.items():
         if getattr(content, name) != axis:
             raise ConfigError(f"{path}: {name} are {getattr(content, name)}, this version of DynaServe has {axis}")
@@ -100,12 +91,13 @@ def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
     return table
 
 
-def check(path: Path, key: ProfileKey) -> None:
-    """Raises ConfigError, naming the file and the field, if the table was measured on something else."""
-    _compare(path, _read(path).key, key)
+def key_of(path: Path) -> ProfileKey:
+    """What the table in the file was measured on. Raises ConfigError as `load`."""
+    return _read(path).key
 
 
-def _compare(path: Path, measured: ProfileKey, wanted: ProfileKey) -> None:
+def compare(path: Path, measured: ProfileKey, wanted: ProfileKey) -> None:
+    """Raises ConfigError, naming the file and the field, if they differ."""
     for name in ProfileKey.__struct_fields__:
         was, should_be = getattr(measured, name), getattr(wanted, name)
         if was != should_be:

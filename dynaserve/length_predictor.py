@@ -8,14 +8,13 @@ and `load`.
 from __future__ import annotations
 
 import bisect
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from dynaserve.errors import ConfigError
+from dynaserve.files import write_in_one_move
 
 FORMAT_VERSION = 1
 LEAST_FINISHED = 16
@@ -156,15 +155,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 def save(path: Path, predictor: LengthPredictor) -> None:
     """Writes what was learnt in one move: a reader finds the old file or the new one."""
     groups = {key: _Group(group.weights, group.means, group.finished) for key, group in predictor.groups.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(_File(FORMAT_VERSION, groups)))
-        Path(scratch).replace(path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    write_in_one_move(path, msgspec.json.encode(_File(FORMAT_VERSION, groups)))
 
 
 def load(path: Path) -> LengthPredictor:
@@ -179,7 +170,7 @@ def load(path: Path) -> LengthPredictor:
         raise ConfigError(f"{path}: format_version is {content.format_version}, this version of DynaServe reads {FORMAT_VERSION}")
     predictor = LengthPredictor()
     for key, group in content.groups.items():
-        if not (len(group.weights) == len(group.means) == _NUM_BINS) or min(group.weights) < 0 or group.finished < 0:
+        if not (len(group.weights) == len(group.means) == _NUM_BINS) or min(*group.weights, *group.means, group.finished) < 0:
             raise ConfigError(f"{path}: the group {key!r} needs {_NUM_BINS} weights and means, none of them negative")
         predictor.groups[key] = Lengths(group.weights, group.means, group.finished)
     return predictor

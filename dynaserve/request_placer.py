@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dynaserve.cached_prefixes import CachedPrefixes, prefix_of
+from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.global_scheduler import CachedPrefix, GlobalScheduler, InstanceState, Placement, Progress, RequestSpec, Revision, Slo
 from dynaserve.length_predictor import LengthForecast, LengthPredictor, LengthQuery
 from dynaserve.messages import InstanceDescription, Load
 from dynaserve.step_latency import BatchShape
 
-QUANTILE_SIGMAS = 2.33
 REPORT_EVERY_MS = 200.0
 _PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
 _CANDIDATE = ("alpha", "beta", "split_token", "ttft_ms", "objective_ms")
@@ -208,4 +208,4 @@ class RequestPlacer:
 
 def step_share(sigma: float) -> float:
     """Of a limit, what a predicted step may take so that one in a hundred is over it. sigma: of the predictor's log error."""
-    return math.exp(-QUANTILE_SIGMAS * sigma)
+    return DeadlineMargin().share(sigma)

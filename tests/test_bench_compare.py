@@ -54,6 +54,8 @@ def test_a_system_is_started_for_its_turn_and_ended_after_it() -> None:
     system = System("toy", f"http://127.0.0.1:{port}", [[sys.executable, "-c", code]])
     with systems.running(system):
         assert systems.cut_counts(system.url) is None
+        with pytest.raises(ConfigError, match=r"something answers at .* before it is started"), systems.running(system):
+            pass
     with pytest.raises(ConfigError, match="does not answer after 1 s"), systems.running(System("none", system.url, [["sleep", "60"]], 1.0)):
         pass
     with (

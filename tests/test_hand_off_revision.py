@@ -21,10 +21,9 @@ from dynaserve.placement_search import (
     revise_hand_off,
     revised_objective_ms,
 )
-from dynaserve.step_latency import ProfileTable, Roofline
-from tests.test_placement_search import NOW_MS, random_search
+from dynaserve.step_latency import ProfileTable
+from tests.test_placement_search import A100, NOW_MS, random_search
 
-A100 = Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4)
 ALPHA_KEY, BETA_KEY = 5000, 5001
 LEAST_GAIN_MS = 20.0
 

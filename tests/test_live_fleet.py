@@ -127,6 +127,9 @@ def test_the_cost_scale_follows_the_steps_of_its_instance() -> None:
     assert scheduler.cost_scale("i0") == pytest.approx(1.5, rel=0.02)
     assert scheduler.cost_scale("i1") == 1.0
     assert placed(scheduler, request("r"), 200_000.0).alpha.instance_id == "i1"
+    scheduler.observe(InstanceState("i0", limits=InstanceLimits(step_ms=40.0, kv_tokens=200_000)))
+    assert scheduler.cost_scale("i0") == pytest.approx(1.5, rel=0.02), "other limits do not make it faster"
+    assert placed(scheduler, request("s"), 260_000.0).alpha.instance_id == "i1"
 
 
 def test_a_pause_of_the_machine_hardly_moves_the_cost_scale() -> None:

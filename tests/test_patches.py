@@ -113,6 +113,6 @@ def test_the_front_end_keeps_its_own_slos_beside_the_options_of_an_instance() ->
 
     from vllm_plugin.frontend import make_parser
 
-    args = make_parser().parse_args(["m", "--instances", "http://a", "--tbt-slo-ms", "50"])
-    assert args.tbt_slo_ms == 50.0
+    args = make_parser().parse_args(["m", "--instances", "http://a", "--tbt-slo-ms", "50", "--fleet-tbt-slo-ms", "70"])
+    assert (args.tbt_slo_ms, args.fleet_tbt_slo_ms) == (50.0, 70.0)
     assert get_non_default_args(args)["tbt_slo_ms"] == 50.0, "vLLM builds its parser a second time"

@@ -19,6 +19,7 @@ def test_a_sweep_writes_a_table_and_a_plot(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 5 * 6
     assert (tmp_path / "chunk.png").read_bytes().startswith(b"\x89PNG")
+    assert any(float(row["capacity_per_s"]) > 0 for row in rows)
     assert all(float(row["least_per_s"]) <= float(row["capacity_per_s"]) <= float(row["most_per_s"]) for row in rows)
 
 

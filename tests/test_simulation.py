@@ -271,6 +271,9 @@ def test_a_grid_of_measured_steps_is_learnt(tmp_path: Path) -> None:
     assert learnt.step_ms(sample.shape) == pytest.approx(1.5 * (8 + 26.4) + 2.0, rel=0.05)
     with pytest.raises(ConfigError, match="has no m on h100; there is m on g"):
         latency_tables.from_grid(path, "m", "h100", 1.0, 1.0)
+    path.write_text("\n".join([GRID_HEADER, *rows, rows[0].replace("m,g,1,", "m,g,2,")]) + "\n")
+    with pytest.raises(ConfigError, match="steps of several tp: 1, 2"):
+        latency_tables.from_grid(path, "m", "g", 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

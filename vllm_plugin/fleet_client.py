@@ -92,15 +92,16 @@ PLACING = Histogram(
     "Time to decide where a request runs.",
     buckets=[0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1],
 )
+RATIO_BUCKETS = [0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0]
 TTFT_ERROR = Histogram(
     "dynaserve_ttft_over_predicted",
     "Time to the first token over what the decision expected, of policies that predict.",
-    buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
+    buckets=RATIO_BUCKETS,
 )
 END_ERROR = Histogram(
     "dynaserve_end_over_predicted",
     "Time to the end of an answer over what was expected when it was placed, of policies that predict.",
-    buckets=[0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0],
+    buckets=RATIO_BUCKETS,
 )
 
 

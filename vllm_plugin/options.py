@@ -91,8 +91,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=PluginOptions.batching,
         help="slo: as much prefill beside the decodes as the learnt latency of steps leaves under --tbt-slo-ms (default: %(default)s)",
     )
-    if "--tbt-slo-ms" not in parser._option_string_actions:  # a front-end, whose parser is vLLM's too, has both of its own
-        _add_slos(group)
+    group.add_argument(
+        "--tbt-slo-ms",
+        type=_positive,
+        default=PluginOptions.tbt_slo_ms,
+        metavar="MS",
+        help="most time between two tokens; a request may name its own as vllm_xargs dynaserve_tbt_ms (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ttft-slo-ms",
+        type=_positive,
+        default=PluginOptions.ttft_slo_ms,
+        metavar="MS",
+        help="most time until the first token; a request may name its own as vllm_xargs dynaserve_ttft_ms (default: none)",
+    )
     group.add_argument(
         "--dynaserve-min-prefill-tokens",
         type=_count,
@@ -121,23 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=PluginOptions.park_timeout_ms,
         metavar="MS",
         help="how long an alpha may stand at its hand-off point before the instance finishes it alone (default: %(default)s)",
-    )
-
-
-def _add_slos(group: Any) -> None:
-    group.add_argument(
-        "--tbt-slo-ms",
-        type=_positive,
-        default=PluginOptions.tbt_slo_ms,
-        metavar="MS",
-        help="most time between two tokens; a request may name its own as vllm_xargs dynaserve_tbt_ms (default: %(default)s)",
-    )
-    group.add_argument(
-        "--ttft-slo-ms",
-        type=_positive,
-        default=PluginOptions.ttft_slo_ms,
-        metavar="MS",
-        help="most time until the first token; a request may name its own as vllm_xargs dynaserve_ttft_ms (default: none)",
     )
 
 

@@ -75,7 +75,7 @@ def sweep(name: str, options: Sequence[str]) -> list[Row]:
 
 def write(output: Path, name: str, rows: Sequence[Row]) -> None:
     """NAME.csv and NAME.png."""
-    with output.with_suffix(".csv").open("w", newline="") as file:
+    with Path(f"{output}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["system", name, "capacity_per_s", "least_per_s", "most_per_s"])
         writer.writerows(rows)
@@ -84,7 +84,7 @@ def write(output: Path, name: str, rows: Sequence[Row]) -> None:
     for system in SYSTEMS:
         axes.plot(values, [row[2] for row in rows if row[0] == system], "o-", label=system)
     axes.legend()
-    output.with_suffix(".png").write_bytes(compare_plots.png_of(figure))
+    Path(f"{output}.png").write_bytes(compare_plots.png_of(figure))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ using namespace nb::literals;
 
 namespace dynaserve {
 
-void BindSimulator(nb::module_& m);  // simulator.cc
-
 namespace {
 
 // Hashable, as the values that hold them are.

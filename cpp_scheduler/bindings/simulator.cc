@@ -6,6 +6,8 @@
 
 #include <vector>
 
+#include "values.h"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 

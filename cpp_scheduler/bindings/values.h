@@ -22,6 +22,7 @@ void AsValue(nanobind::class_<Value>& cls, Names... names) {
 }
 
 void BindExecution(nanobind::module_& m);
+void BindSimulator(nanobind::module_& m);
 void BindSearch(nanobind::module_& m);
 
 }  // namespace dynaserve

@@ -4,6 +4,8 @@
 #include <cassert>
 #include <limits>
 
+#include "dynaserve/placement.h"
+
 namespace dynaserve {
 
 Choice FindExhaustively(SplitSearch& search, std::span<const SearchInstance> instances,
@@ -18,7 +20,7 @@ Choice FindExhaustively(SplitSearch& search, std::span<const SearchInstance> ins
   }
   const double whole_ms = best.objective_ms;
   const std::int64_t prompt = request.prompt_tokens;
-  const std::int64_t end = prompt + std::max<std::int64_t>(1, request.expected_output_tokens) - 1;
+  const std::int64_t end = ComputedTokens(prompt, request.expected_output_tokens);
   int probes = 0;
   const auto probe = [&](std::size_t alpha, std::size_t beta, std::int64_t split) {
     ++probes;

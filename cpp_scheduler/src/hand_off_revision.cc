@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "dynaserve/placement.h"
+
 namespace dynaserve {
 namespace {
 
@@ -16,8 +18,7 @@ class Look {
         request_(request),
         options_(options),
         now_ms_(now_ms),
-        end_token_(request.prompt_tokens +
-                   std::max<std::int64_t>(1, request.expected_output_tokens) - 1),
+        end_token_(ComputedTokens(request.prompt_tokens, request.expected_output_tokens)),
         standing_(pending.alpha.predictor->Find(pending.alpha_key, now_ms)),
         on_alpha_(search.PriceDecoding(pending.alpha, request, options, now_ms)),
         on_beta_(search.PriceDecoding(pending.beta, request, options, now_ms)),

@@ -80,6 +80,7 @@ void LiveFleet::Observe(const InstanceState& instance) {
   auto predictor = std::make_unique<ExecutionPredictor>(table_, instance.limits);
   Instance& known = instances_[instance.instance_id];
   known.predictor = std::move(predictor);
+  if (known.log_scale != 0.0) known.predictor->SetCostScale(std::exp(known.log_scale), now_ms_);
   known.limits = instance.limits;
 }
 
@@ -151,15 +152,16 @@ SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) con
           instance.promised_tokens - own_promise};
 }
 
-SearchOptions LiveFleet::Circumstances(std::size_t instances) const {
+SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) const {
+  const double kept = std::exp(-(now_ms - counted_ms_) / kRecentMs);
   SearchOptions options;
   options.hand_off_ms = options_.hand_off_ms;
   options.kv_token_ms = options_.kv_token_ms;
-  options.arrivals_per_ms = recent_arrivals_ / kRecentMs / static_cast<double>(instances);
+  options.arrivals_per_ms = kept * recent_arrivals_ / kRecentMs / static_cast<double>(instances);
   options.lost_share = plan_.lost_share;
   const double rate = plan_.prefill_rate;
   options.prefill_pressure =
-      rate > 0.0 ? std::min(1.0, recent_prompt_tokens_ / kRecentMs / rate) : 1.0;
+      rate > 0.0 ? std::min(1.0, kept * recent_prompt_tokens_ / kRecentMs / rate) : 1.0;
   return options;
 }
 
@@ -172,7 +174,7 @@ Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
     candidates_.back().cached_tokens = CachedOn(request, load.instance_id);
   }
   const SearchRequest wanted = Wanted(request);
-  const SearchOptions options = Circumstances(accepting.size());
+  const SearchOptions options = Circumstances(accepting.size(), now_ms);
   const Choice choice =
       options_.policy == Policy::kExhaustive
           ? FindExhaustively(search_, candidates_, wanted, options, options_.stride_tokens, now_ms)
@@ -327,8 +329,7 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     if (entry.parts[side].instance_id != instance_id) continue;
     if (side == 0 && report.computed_tokens > entry.split_token) StayOnAlpha(entry, now_ms);
     const bool is_alpha_of_two = entry.parts.size() > 1 && side == 0;
-    const std::int64_t outputs = std::max<std::int64_t>(1, report.expected_output_tokens);
-    std::int64_t end_token = entry.prompt_tokens + outputs - 1;
+    std::int64_t end_token = ComputedTokens(entry.prompt_tokens, report.expected_output_tokens);
     if (is_alpha_of_two) end_token = entry.split_token;
     const std::int64_t computed =
         std::max(report.computed_tokens, side == 1 ? entry.split_token : std::int64_t{0});
@@ -389,8 +390,8 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   pending.beta_key = KeyOf(entry.ordinal, 1);
   pending.split_token = entry.split_token;
   pending.waited_ms = now_ms - entry.arrived_ms;
-  const std::optional<Revision> revision =
-      ReviseHandOff(search_, pending, entry.request, Circumstances(planned_instances_), {}, now_ms);
+  const std::optional<Revision> revision = ReviseHandOff(
+      search_, pending, entry.request, Circumstances(planned_instances_, now_ms), {}, now_ms);
   if (!revision) return revision;
   entry.revisions_left -= 1;
   if (revision->split_token) {

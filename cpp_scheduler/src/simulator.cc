@@ -10,6 +10,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "dynaserve/placement.h"
 #include "dynaserve/scheduler.h"
 
 namespace dynaserve {
@@ -106,7 +107,7 @@ class Simulation {
   void Arrive(std::uint32_t number) {
     const SimulatedRequest& request = requests_[number];
     now_ms_ = request.arrival_ms;
-    const std::int64_t last = request.prompt_tokens + request.output_tokens - 1;
+    const std::int64_t last = ComputedTokens(request.prompt_tokens, request.output_tokens);
     SimulatedSequence alpha{number, false, request.prompt_tokens, 0, request.prompt_tokens, last,
                             0.0,    false};
     std::uint32_t at = number % static_cast<std::uint32_t>(options_.instances);
@@ -188,7 +189,7 @@ class Simulation {
     const SimulatedRequest& request = requests_[number];
     sequence.is_beta = true;
     sequence.keeps_kv = false;
-    sequence.end = request.prompt_tokens + request.output_tokens - 1;
+    sequence.end = ComputedTokens(request.prompt_tokens, request.output_tokens);
     const double there_ms = std::max(now_ms_, arrived_ms_[number]);
     result_.outcomes[number].hand_off_wait_ms = there_ms - now_ms_;
     events_.push({there_ms + options_.hand_off_ms, order_++, betas_[number], true, sequence, from});

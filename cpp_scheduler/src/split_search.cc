@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "dynaserve/batch_rule.h"
+#include "dynaserve/placement.h"
 
 namespace dynaserve {
 namespace {
@@ -26,10 +27,6 @@ VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
   const std::int64_t prefill = std::max<std::int64_t>(0, request.prompt_tokens - split_token);
   return {0, split_token, prefill, end_token - std::max(split_token, request.prompt_tokens),
           ready_ms};
-}
-
-std::int64_t EndToken(const SearchRequest& request, std::int64_t output_tokens) {
-  return request.prompt_tokens + std::max<std::int64_t>(output_tokens, 1) - 1;
 }
 
 }  // namespace
@@ -80,7 +77,6 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
   };
   std::size_t taken = ranked_.size();
   if (taken > 2 * kMostShortlisted) {
-    taken = kMostShortlisted;
     for (const bool keeps_free : {true, false}) {
       const auto from = ranked_.begin() + (keeps_free ? 0 : kMostShortlisted);
       std::partial_sort(from, from + kMostShortlisted, ranked_.end(), shorter(keeps_free));
@@ -119,7 +115,8 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
   outcome.decode_step_ms = decoding.decode_step_ms;
   outcome.decode_tokens = static_cast<double>(request.expected_output_tokens);
   outcome.token_ms = decoding.TokenMs();
-  const auto likely_end = static_cast<double>(EndToken(request, request.likely_output_tokens));
+  const auto likely_end =
+      static_cast<double>(ComputedTokens(request.prompt_tokens, request.likely_output_tokens));
   outcome.overflow_tokens = std::max(0.0, likely_end - decoding.room_tokens);
   if (decoding.keeps_free) {
     // A step beside prefill lasts as long as it may.  What is lost delays everyone who comes before
@@ -179,7 +176,7 @@ Choice SplitSearch::ExactWhole(std::span<const SearchInstance> instances, std::s
                                const Sketch& sketch, const SearchRequest& request,
                                const SearchOptions& options, double now_ms) const {
   ExecutionPredictor& predictor = *instances[index].predictor;
-  const std::int64_t end = EndToken(request, request.expected_output_tokens);
+  const std::int64_t end = ComputedTokens(request.prompt_tokens, request.expected_output_tokens);
   VirtualRequest whole = AlphaOf(request, request.prompt_tokens, sketch.cached_tokens, now_ms);
   whole.decode_tokens = end - request.prompt_tokens;
   const Forecast forecast = predictor.Predict(whole, now_ms, Horizon::kPrefillEnd);
@@ -214,8 +211,8 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
   const double moved_ms =
       computed.start_ms + options.kv_token_ms * static_cast<double>(split_token);
   const double ready_ms = std::max(computed.end_ms, moved_ms) + options.hand_off_ms;
-  const std::int64_t end =
-      std::max(EndToken(request, request.expected_output_tokens), split_token + 1);
+  const std::int64_t end = std::max(
+      ComputedTokens(request.prompt_tokens, request.expected_output_tokens), split_token + 1);
   const Forecast continued = instances[beta].predictor->Predict(
       BetaOf(request, split_token, end, ready_ms), now_ms, Horizon::kPrefillEnd);
   Choice choice;

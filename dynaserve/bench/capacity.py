@@ -54,15 +54,19 @@ class Repetition:
 
 def main(arguments: Sequence[str]) -> None:
     """Ends with the exit status that `--help` tells."""
+    raise SystemExit(status_of("capacity", lambda: run(arguments)))
+
+
+def status_of(command: str, work: Callable[[], int]) -> int:
+    """What the work returns, or the status of how it failed, with one sentence on stderr."""
     try:
-        status = run(arguments)
+        return work()
     except NotTrusted as error:
-        status = _say(f"not reported: {error}", NOT_TRUSTED)
+        return _say(command, f"not reported: {error}", NOT_TRUSTED)
     except ConfigError as error:
-        status = _say(str(error), BAD_INPUT)
+        return _say(command, str(error), BAD_INPUT)
     except KeyboardInterrupt:
-        status = _say("interrupted, nothing is reported", INTERRUPTED)
-    raise SystemExit(status)
+        return _say(command, "interrupted, nothing is reported", INTERRUPTED)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -93,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     for repetition in found:
         console.print(f"seed {repetition.seed}: {bracket(repetition)}", markup=False)
     if capacity is None:
-        return _say(f"not servable: in most repetitions not even {searching.least_per_s:g} requests/s passed", NOT_SERVABLE)
+        return _say("capacity", f"not servable: in most repetitions not even {searching.least_per_s:g} requests/s passed", NOT_SERVABLE)
     told = f"TBT {opts.slo.tbt_ms:g} ms" + ("" if opts.slo.ttft_ms is None else f", TTFT {opts.slo.ttft_ms:g} ms")
     console.print(f"capacity {capacity:.3g} requests/s ({opts.workload}, P99 within {told}, {len(found)} repetitions)", markup=False)
     return 0
@@ -161,7 +165,7 @@ def trial_data(run: Trial) -> dict[str, Any]:
 
 def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Sequence[Repetition]) -> None:
     content = {
-        "command": report.command_line(arguments, "capacity"),
+        "command": report.command_line(arguments, "bench capacity"),
         "machine": report.machine(),
         "workload": opts.workload,
         "capacity_per_s": median_rate(found),
@@ -174,6 +178,6 @@ def _tell(run: Trial) -> None:
     print(f"seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {run.not_sustained or 'passed'}", file=sys.stderr, flush=True)
 
 
-def _say(sentence: str, status: int) -> int:
-    print(f"dynaserve bench capacity: {sentence}", file=sys.stderr)
+def _say(command: str, sentence: str, status: int) -> int:
+    print(f"dynaserve bench {command}: {sentence}", file=sys.stderr)
     return status

@@ -16,7 +16,7 @@ from dynaserve.bench.capacity import Repetition, SearchOptions
 from dynaserve.bench.comparison import Comparison, Turn
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.systems import System
-from dynaserve.bench.trial import NotTrusted, Trial
+from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError
 
 EXAMPLE = """\
@@ -42,7 +42,7 @@ exit status: 0 reported; 2 bad option or server; 3 the figures cannot be trusted
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """replay: of every run; its url is that of no system."""
+    """replay: of every run; its url is replaced by that of each system."""
 
     systems: Sequence[System]
     replay: ReplayOptions
@@ -52,16 +52,7 @@ class CompareOptions:
 
 def main(arguments: Sequence[str]) -> None:
     """Ends with the exit status that `--help` tells."""
-    try:
-        run(parse(arguments), arguments)
-        status = 0
-    except NotTrusted as error:
-        status = _say(f"not reported: {error}", capacity.NOT_TRUSTED)
-    except ConfigError as error:
-        status = _say(str(error), capacity.BAD_INPUT)
-    except KeyboardInterrupt:
-        status = _say("interrupted, nothing is reported", capacity.INTERRUPTED)
-    raise SystemExit(status)
+    raise SystemExit(capacity.status_of("compare", lambda: run(parse(arguments), arguments)))
 
 
 def parse(arguments: Sequence[str]) -> CompareOptions:
@@ -91,8 +82,8 @@ def parse(arguments: Sequence[str]) -> CompareOptions:
     return CompareOptions(chosen, capacity.drawn_options(args), capacity.search_options(args), args.output)
 
 
-def run(opts: CompareOptions, arguments: Sequence[str]) -> Comparison:
-    """Raises ConfigError."""
+def run(opts: CompareOptions, arguments: Sequence[str]) -> int:
+    """Returns the exit status. Raises ConfigError."""
     compare_report.prepare(opts.output)
     client.allow_many_connections()
     turns: dict[str, list[Turn]] = {system.name: [] for system in opts.systems}
@@ -100,9 +91,9 @@ def run(opts: CompareOptions, arguments: Sequence[str]) -> Comparison:
         for system in _in_order(opts.systems, number):
             turns[system.name].append(_turn(opts, system, number, turns[system.name]))
     comparison = Comparison(opts.replay.workload, opts.replay.slo, turns, _side_by_side(opts, turns))
-    compare_report.write(opts.output, comparison, report.command_line(arguments, "compare"), report.machine())
+    compare_report.write(opts.output, comparison, report.command_line(arguments, "bench compare"), report.machine())
     _print(comparison)
-    return comparison
+    return 0
 
 
 def _in_order(chosen: Sequence[System], number: int) -> Sequence[System]:
@@ -146,8 +137,3 @@ def _print(comparison: Comparison) -> None:
 def _tell(system: System, run: Trial) -> None:
     verdict = run.not_sustained or "passed"
     print(f"{system.name}: seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {verdict}", file=sys.stderr, flush=True)
-
-
-def _say(sentence: str, status: int) -> int:
-    print(f"dynaserve bench compare: {sentence}", file=sys.stderr)
-    return status

@@ -53,6 +53,8 @@ def samples(path: Path, model: str, system: str) -> list[StepSample]:
     if not chosen:
         known = sorted({f"{row['model']} on {row['system']}" for row in table})
         raise ConfigError(f"{path}: has no {model} on {system}; there is {', '.join(known)}")
+    if len(degrees := sorted({row["tp"] for row in chosen})) > 1:
+        raise ConfigError(f"{path}: {model} on {system} has steps of several tp: {', '.join(degrees)}")
     try:
         return [sample for row in chosen if (sample := _sample(row)).shape.tokens]
     except (TypeError, ValueError) as error:

@@ -148,7 +148,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def command_line(arguments: Sequence[str], command: str = "replay") -> str:
+def command_line(arguments: Sequence[str], command: str = "bench replay") -> str:
     """As typed, but the key: raw data are passed on."""
     shown = list(arguments)
     for index, argument in enumerate(arguments):
@@ -156,4 +156,4 @@ def command_line(arguments: Sequence[str], command: str = "replay") -> str:
             shown[index] = "--api-key=***"
         elif index and arguments[index - 1] == "--api-key":
             shown[index] = "***"
-    return shlex.join(["dynaserve", "bench", command, *shown])
+    return shlex.join(["dynaserve", *command.split(), *shown])

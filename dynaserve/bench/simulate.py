@@ -20,11 +20,10 @@ from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.simulated import ModelSize, SimulatedSummary
 from dynaserve.errors import ConfigError
 from dynaserve.global_scheduler import Options, Policy
+from dynaserve.request_placer import step_share
 from dynaserve.simulation import Batching, EngineOptions, SimulatedRequest, SimulationOptions, SimulationResult, simulate
 from dynaserve.step_latency import ProfileTable
 from workloads.trace import TraceRequest
-
-QUANTILE_SIGMAS = 2.33
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def _fleet(args: argparse.Namespace) -> Fleet:
         kv_tokens=args.kv_tokens,
         min_prefill_tokens=args.min_prefill_tokens,
         slo_ms=slo_ms,
-        margin=math.exp(-QUANTILE_SIGMAS * args.step_sigma),
+        margin=step_share(args.step_sigma),
     )
     model = ModelSize(*size) if all(size) else None
     return Fleet(

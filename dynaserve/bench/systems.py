@@ -86,6 +86,8 @@ def running(system: System) -> Iterator[None]:
     if not system.commands:
         yield
         return
+    if _answers(system.url):
+        raise ConfigError(f"system {system.name}: something answers at {system.url} before it is started")
     with tempfile.TemporaryDirectory(prefix="dynaserve-compare-") as folder:
         children = []
         try:

@@ -108,7 +108,7 @@ class LiveFleet {
                           double now_ms);
   Placement ChoosePaper(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                         double now_ms);
-  SearchOptions Circumstances(std::size_t instances) const;
+  SearchOptions Circumstances(std::size_t instances, double now_ms) const;
   SearchInstance Seen(Instance& instance, std::int64_t own_promise) const;
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
