@@ -151,6 +151,27 @@ def share_above(limit_ms: float, gaps_ms: Sequence[float]) -> float:
     return sum(gap > limit_ms for gap in gaps_ms) / len(gaps_ms)
 
 
+@dataclass(frozen=True)
+class Rested:
+    """First tokens of two equal requests of one token to an instance, which has rested before the one and not before the other."""
+
+    after_rest_ms: float
+    at_once_ms: float
+
+
+def ask_rested(fleet: LocalFleet, rest_s: float) -> Rested:
+    """What waking up costs an engine, without any hand-over."""
+    time.sleep(rest_s)
+    return Rested(_first_token_ms(fleet), _first_token_ms(fleet))
+
+
+def _first_token_ms(fleet: LocalFleet) -> float:
+    body = {"model": str(fleet.model), "prompt": [1000], "max_tokens": 1, "ignore_eos": True, "temperature": 0}
+    began_s = time.monotonic()
+    httpx.post(f"{fleet.urls[-1]}/v1/completions", json=body, timeout=300).raise_for_status()
+    return 1e3 * (time.monotonic() - began_s)
+
+
 def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int, streams: int) -> None:
     prompt_tokens, outputs = shape
     rng = random.Random(seed)
@@ -163,6 +184,11 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
     load = f"{streams} other streams an instance" if streams else "idle"
     for chunked, hand_overs in kept.items():
         report(f"{prompt_tokens}+{outputs}, {'chunked' if chunked else 'unchunked'}, {load}", hand_overs)
+    if not streams:
+        rest_s = 1e-3 * median(h.tbt_ms for h in kept[True]) * outputs / 2
+        rested = [ask_rested(fleet, rest_s) for _ in range(requests)]
+        waking, awake = median(r.after_rest_ms for r in rested), median(r.at_once_ms for r in rested)
+        print(f"one token, uncut, on an instance that has rested for {rest_s:.0f} s: p50 {waking:.1f} ms; again at once: {awake:.1f} ms")
 
 
 def main() -> None:
