@@ -151,18 +151,10 @@ def share_above(limit_ms: float, gaps_ms: Sequence[float]) -> float:
     return sum(gap > limit_ms for gap in gaps_ms) / len(gaps_ms)
 
 
-@dataclass(frozen=True)
-class Rested:
-    """First tokens of two equal requests of one token to an instance, which has rested before the one and not before the other."""
-
-    after_rest_ms: float
-    at_once_ms: float
-
-
-def ask_rested(fleet: LocalFleet, rest_s: float) -> Rested:
-    """What waking up costs an engine, without any hand-over."""
+def first_tokens_ms(fleet: LocalFleet, rest_s: float) -> tuple[float, float]:
+    """Of two equal requests of one token: to an instance that has rested, and again at once. What waking up costs, no hand-over."""
     time.sleep(rest_s)
-    return Rested(_first_token_ms(fleet), _first_token_ms(fleet))
+    return _first_token_ms(fleet), _first_token_ms(fleet)
 
 
 def _first_token_ms(fleet: LocalFleet) -> float:
@@ -186,8 +178,7 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
         report(f"{prompt_tokens}+{outputs}, {'chunked' if chunked else 'unchunked'}, {load}", hand_overs)
     if not streams:
         rest_s = 1e-3 * median(h.tbt_ms for h in kept[True]) * outputs / 2
-        rested = [ask_rested(fleet, rest_s) for _ in range(requests)]
-        waking, awake = median(r.after_rest_ms for r in rested), median(r.at_once_ms for r in rested)
+        waking, awake = map(median, zip(*(first_tokens_ms(fleet, rest_s) for _ in range(requests)), strict=True))
         print(f"one token, uncut, on an instance that has rested for {rest_s:.0f} s: p50 {waking:.1f} ms; again at once: {awake:.1f} ms")
 
 

@@ -131,7 +131,7 @@ class Soak:
         prompt = len(question.prompt)
         split = rng.choice((rng.randrange(prompt), rng.randrange(prompt, prompt + outputs)))
         leave_after = rng.randrange(outputs) if rng.random() < 0.15 else None
-        got = self._stream(number, self._body(question, limits, split), rng, len(question.prompt) + outputs, leave_after)
+        got = self._stream(number, self._body(question, limits, split), rng, prompt + outputs, leave_after)
         if got != expected[: len(got)] or (leave_after is None and len(got) != len(expected)):
             same = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
             record = self.fleet.frontend.get(f"/dynaserve/requests/cmpl-soak-{self.seed}-{number}-0").json()["sequences"]
