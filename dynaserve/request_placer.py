@@ -71,15 +71,19 @@ class RequestPlacer:
     _queries: dict[str, LengthQuery] = field(default_factory=dict)
     _reported_ms: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, instance_id: str, description: InstanceDescription) -> None:
-        """Adds an instance, with the limits that it describes."""
+    def observe(self, instance_id: str, description: InstanceDescription, *, accepts_new: bool = True) -> None:
+        """Adds an instance, with the limits that it describes, or says whether it takes new requests."""
         limits = InstanceLimits(
             max_requests=description.max_num_seqs,
             max_step_tokens=description.max_num_batched_tokens,
             kv_tokens=description.num_blocks * description.block_size,
             step_ms=self.tbt_slo_ms * self.step_share,
         )
-        self.scheduler.observe(InstanceState(instance_id, limits=limits))
+        self.scheduler.observe(InstanceState(instance_id, accepts_new, limits))
+
+    def remove(self, instance_id: str) -> None:
+        """The instance takes nothing any more; what is placed on it stays so until it is finished, or placed again."""
+        self.scheduler.remove(instance_id)
 
     def place(self, facts: RequestFacts, now_ms: float) -> Decision | None:
         """None: no instance takes new requests. Raises ValueError as the scheduler's `place`."""
@@ -101,6 +105,28 @@ class RequestPlacer:
             return None
         self._queries[facts.request_id] = facts.lengths
         return Decision(placement, forecast)
+
+    def place_again(self, request_id: str, output_tokens: int, now_ms: float) -> Placement | None:
+        """A request that has lost its instance after `output_tokens` of its answer: where it runs whole, as what is left of it.
+
+        None: no instance takes it; it may be asked for again. Raises KeyError for a request that is not placed.
+        """
+        query = self._queries[request_id]
+        self.scheduler.finish(request_id, now_ms)
+        forecast = self.lengths.predict(query, output_tokens)
+        left = max(0, query.max_tokens - output_tokens)
+        expected = max(0, forecast.expected_tokens - output_tokens) if self.predicts else left
+        return self.scheduler.place(
+            RequestSpec(
+                request_id=request_id,
+                prompt_tokens=query.prompt_tokens + output_tokens,
+                max_output_tokens=left,
+                expected_output_tokens=min(expected, left),
+                may_cut=False,
+                slo=Slo(ttft_ms=self.ttft_slo_ms, tbt_ms=self.tbt_slo_ms),
+            ),
+            now_ms,
+        )
 
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""

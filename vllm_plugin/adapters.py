@@ -29,6 +29,8 @@ class AdapterLoader:
     """The front-end's side. send: carries a message to an instance."""
 
     send: Callable[[str, AddLora], Awaitable[None]]
+    loaded: dict[int, AddLora] = field(default_factory=dict)
+    """What every instance has, or is told when it comes back."""
     pending: dict[tuple[str, int], asyncio.Future[str | None]] = field(default_factory=dict)
 
     async def load(self, lora: LoRARequest, instances: Iterable[str]) -> None:
@@ -39,6 +41,7 @@ class AdapterLoader:
         for name in answers:
             await self.send(name, message)
         _, missing = await asyncio.wait(answers.values(), timeout=_LOAD_TIMEOUT_S)
+        self.loaded[number] = message
         faults = []
         for name, answer in answers.items():
             self.pending.pop((name, number), None)
@@ -46,9 +49,21 @@ class AdapterLoader:
             if fault is not None:
                 faults.append(f"{name}: {fault}")
         if faults:
+            del self.loaded[number]
             raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
 
     def answered(self, instance: str, answer: LoraAdded) -> None:
         pending = self.pending.get((instance, answer.lora_int_id))
         if pending is not None and not pending.done():
             pending.set_result(answer.error)
+
+    async def reload(self, instance: str) -> None:
+        """Tells an instance that has come back; a request that needs an adapter comes after it."""
+        for message in self.loaded.values():
+            await self.send(instance, message)
+
+    def lost(self, instance: str) -> None:
+        """Nobody waits for an instance that has died: it is told again when it comes back."""
+        for (name, number), answer in self.pending.items():
+            if name == instance and not answer.done():
+                self.answered(instance, LoraAdded(number, None))

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+RETRY_AFTER_S = b"1"
 
 
 @dataclass
@@ -27,7 +30,7 @@ class RequestAnswer:
 
 @dataclass
 class FleetAnswer:
-    """instances: description and last load report of each."""
+    """instances: health (up, suspect or dead), description and last load report of each."""
 
     frontend_id: str
     instances: dict[str, dict[str, Any]]
@@ -74,15 +77,35 @@ class FrontendEndpoint:
         async def fleet(request: Request) -> FleetAnswer:
             client = _client(request)
             instances = {
-                name: {"description": msgspec.to_builtins(i.description), "load": msgspec.to_builtins(i.load)}
+                name: {
+                    "health": client.health(name),
+                    "description": msgspec.to_builtins(i.description),
+                    "load": msgspec.to_builtins(i.load),
+                }
                 for name, i in client.instances.items()
             }
             return FleetAnswer(client.frontend_id, instances)
 
         app.include_router(router)
+        app.add_middleware(RetryAfter)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.dynaserve = engine_client.engine_core
+
+
+class RetryAfter:
+    """ASGI middleware: whoever is told to come again is told when."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in (429, 503):
+                message["headers"] = [*message.get("headers", ()), (b"retry-after", RETRY_AFTER_S)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_header)
 
 
 def _client(request: Request) -> FleetClient:

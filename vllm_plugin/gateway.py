@@ -26,24 +26,31 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from dynaserve.frontend_sessions import FrontendSessions
 from dynaserve.messages import (
     PROTOCOL_VERSION,
     Abort,
     AddLora,
+    Alive,
     Announce,
+    Beat,
     Bye,
     Continue,
+    Dropped,
     Ended,
     Event,
+    FromInstance,
     Granted,
     Hello,
     InstanceDescription,
     Load,
     LoraAdded,
     Move,
+    Pulse,
     Refused,
     Release,
     Run,
+    SenderLost,
     Step,
     ToInstance,
     Welcome,
@@ -123,7 +130,9 @@ class Gateway:
     routes: dict[str, bytes] = field(default_factory=dict)
     transfers: dict[str, str] = field(default_factory=dict)
     """Transfer id per live request id."""
-    frontends: dict[bytes, str] = field(default_factory=dict)
+    sessions: FrontendSessions = field(default_factory=FrontendSessions)
+    pulse: Pulse | None = None
+    """The engine core's newest sign of life."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
     adapters: set[int] = field(default_factory=set)
@@ -136,7 +145,7 @@ class Gateway:
     async def start(cls, engine_client: AsyncLLM, args: Namespace) -> Gateway:
         options = PluginOptions.from_config(engine_client.vllm_config)
         engine = engine_client.engine_core
-        await engine.call_utility_async("dynaserve_listen")
+        heart = await engine.call_utility_async("dynaserve_listen")
         known = await engine.call_utility_async("dynaserve_describe")
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
@@ -162,6 +171,8 @@ class Gateway:
         gateway = cls(engine, description, context, socket)
         engine.dynaserve_gateway = gateway
         gateway._spawn(gateway._serve())
+        gateway._spawn(gateway._feel_pulse(heart))
+        gateway._spawn(gateway._beat())
         logger.info("DynaServe gateway at %s", description.gateway)
         return gateway
 
@@ -169,6 +180,30 @@ class Gateway:
         for task in self.tasks:
             task.cancel()
         self.context.destroy(linger=0)
+
+    # -- signs of life -------------------------------------------------------------------------------------------------
+
+    async def _feel_pulse(self, address: str) -> None:
+        socket = self.context.socket(zmq.PULL)
+        socket.connect(address)
+        decoder = msgspec.msgpack.Decoder(Pulse)
+        while True:
+            self.pulse = decoder.decode(await socket.recv())
+
+    async def _beat(self) -> None:
+        """Tells every front-end that this instance lives, and frees what was asked for by those that do not say so themselves."""
+        while True:
+            for identity in self.sessions.tick(time.monotonic()):
+                logger.warning("a front-end is silent: its requests are aborted")
+                await self._drop(identity)
+            for identity in self.sessions.identities:
+                await self._send(identity, Beat(self.pulse))
+            await asyncio.sleep(self.sessions.tick_s)
+
+    async def _drop(self, identity: bytes) -> None:
+        """The word comes before whatever the abort causes: the front-end takes its requests elsewhere."""
+        await self._send(identity, Dropped())
+        await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
 
     # -- from front-ends -----------------------------------------------------------------------------------------------
 
@@ -186,15 +221,21 @@ class Gateway:
                 logger.exception("a message of %d bytes failed", sum(map(len, frames)))
 
     async def _handle(self, identity: bytes, message: ToInstance, frames: Sequence[bytes]) -> None:
-        if identity not in self.frontends and not isinstance(message, Hello):
+        if not self.sessions.heard(identity) and not isinstance(message, Hello):
             DROPPED.labels("no hello").inc()
+            await self._send(identity, Dropped())
             return
         match message:
             case Hello():
                 await self._hello(identity, message)
+            case Alive():
+                pass
+            case SenderLost(worker_ids=worker_ids):
+                self._call("dynaserve_peers_lost", worker_ids)
             case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
                 role = "whole" if hand_off_at is None else "alpha"
-                await self._add(identity, request_id, Plan(role, hand_off_at, transfer_id, chunked=chunked), frames)
+                plan = Plan(role, hand_off_at, transfer_id, output_token_ids=message.output_token_ids or None, chunked=chunked)
+                await self._add(identity, request_id, plan, frames)
             case Announce(request_id=request_id):
                 plan = Plan("beta", message.hand_off_at, message.transfer_id, message.transport, message.senders)
                 if await self._add(identity, request_id, plan, frames):
@@ -210,14 +251,15 @@ class Gateway:
             case AddLora():
                 self._spawn(self._add_lora(identity, message))
             case Bye():
-                del self.frontends[identity]
+                self.sessions.bye(identity)
                 await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
 
     async def _hello(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             DROPPED.labels("protocol version").inc()
             return
-        self.frontends[identity] = hello.frontend_id
+        for replaced in self.sessions.hello(identity, hello):
+            await self._drop(replaced)
         await self._send(identity, Welcome(self.description.instance_epoch))
 
     async def _add_lora(self, identity: bytes, message: AddLora) -> None:
@@ -355,8 +397,8 @@ class Gateway:
             step_metrics.observe(report)
             if self.load is not None:
                 load = msgspec.structs.replace(self.load, steps=[step.measured for step in report.steps])
-                for identity in self.frontends:
+                for identity in self.sessions.identities:
                     await self._send(identity, Step([], load, time.monotonic()))
 
-    async def _send(self, identity: bytes, message: Step | Welcome | LoraAdded, frames: Sequence[Any] = ()) -> None:
+    async def _send(self, identity: bytes, message: FromInstance, frames: Sequence[Any] = ()) -> None:
         await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])

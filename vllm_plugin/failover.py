@@ -1,0 +1,125 @@
+"""The front-end's part in the life and death of instances: requests of a dead one go on elsewhere.
+
+Which is alive says `dynaserve.liveness`; what becomes of one request, `dynaserve.request_flow`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+from vllm.v1.engine import EngineCoreRequest
+
+from dynaserve.fleet import Instance
+from dynaserve.fleet_links import FleetLinks
+from dynaserve.kv_transfer.transports import TWO_SIDED
+from dynaserve.liveness import JOINED, Changed, Health
+from dynaserve.messages import SenderLost
+from dynaserve.request_flow import Event, InstanceDied, Instruction, RequestFlow, Side, State
+from dynaserve.request_placer import RequestPlacer
+from vllm_plugin.adapters import AdapterLoader
+from vllm_plugin.orphans import Orphans
+
+logger = logging.getLogger("vllm.dynaserve.frontend")
+
+DEATHS = Counter("dynaserve_instance_deaths", "How often an instance was declared dead.", ["instance"])
+PLACED_AGAIN = Counter("dynaserve_requests_placed_again", "Requests that went on elsewhere because an instance was lost.")
+
+
+@dataclass(eq=False)
+class Live:
+    """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances."""
+
+    flow: RequestFlow
+    request: EngineCoreRequest
+    transport: str
+    transfer_id: str
+    arrived_s: float
+    chunked: bool
+
+    @property
+    def internal_id(self) -> str:
+        """The id that AsyncLLM knows."""
+        return str(self.request.request_id)
+
+
+class Failover:
+    """Base of `FleetClient`, which carries the instructions out."""
+
+    _links: FleetLinks
+    _placer: RequestPlacer
+    _adapters: AdapterLoader
+    _orphans: Orphans
+    _live: dict[str, Live]
+
+    @property
+    def instances(self) -> dict[str, Instance]:
+        """All of the fleet, also those that are dead now."""
+        return self._links.instances
+
+    def on_unavailable(self, request_id: str, reason: str) -> None:
+        """A request that nobody takes any more. The server sets what ends the client's answer."""
+        logger.error("request %s: %s", request_id, reason)
+
+    @abstractmethod
+    async def _handle(self, live: Live, side: Side, event: Event) -> bool: ...
+
+    @abstractmethod
+    async def _carry_out(self, live: Live, instructions: Sequence[Instruction]) -> bool: ...
+
+    @abstractmethod
+    def _close_if_over(self, live: Live) -> None: ...
+
+    def health(self, instance: str) -> str:
+        """up, suspect or dead."""
+        return self._links.liveness.health(instance).value
+
+    async def _on_change(self, change: Changed) -> None:
+        name = change.instance_id
+        if change.health is Health.DEAD:
+            self._placer.remove(name)
+        elif change.reason == JOINED:
+            await self._adapters.reload(name)
+        up = [other for other in self._links.alive if self._links.liveness.health(other) is Health.UP]
+        for other in self._links.alive:  # rather one that is suspected than none
+            self._placer.observe(other, self.instances[other].description, accepts_new=other in up or not up)
+        match change.health:
+            case Health.UP:
+                await self._place_orphans()
+            case Health.DEAD:
+                DEATHS.labels(name).inc()
+                self.instances[name].load = None
+                self._adapters.lost(name)
+                for live in list(self._live.values()):
+                    await self._handle(live, Side.ALPHA, InstanceDied(name, change.reason, live.transport not in TWO_SIDED))
+                # After a beta was told to continue: what it lacks is then computed anew, instead of its being given up.
+                workers = [worker.endpoint.worker_id for worker in self.instances[name].description.workers]
+                for other in self._links.alive:
+                    await self._links.send(other, SenderLost(workers))
+
+    async def _place_again(self, live: Live) -> None:
+        """A request whose instance died, or one that waits since for any instance."""
+        now_s = time.monotonic()
+        placement = self._placer.place_again(live.internal_id, len(live.flow.output_token_ids), 1e3 * now_s)
+        if placement is None:
+            self._orphans.add(live.internal_id, now_s)
+            return
+        self._orphans.remove(live.internal_id)
+        PLACED_AGAIN.inc()
+        await self._carry_out(live, live.flow.place_again(placement, 1e3 * (now_s - live.arrived_s)))
+
+    async def _place_orphans(self) -> None:
+        for request_id in self._orphans.waiting:
+            if (live := self._live.get(request_id)) and live.flow.state is State.ORPHANED:
+                await self._place_again(live)
+
+    async def _fail_orphans(self) -> None:
+        for request_id in self._orphans.given_up(time.monotonic()):
+            if live := self._live.get(request_id):
+                now_ms = 1e3 * (time.monotonic() - live.arrived_s)
+                await self._carry_out(live, live.flow.no_instance("no instance of the fleet takes this request any more", now_ms))
+                self._close_if_over(live)
