@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import zmq.asyncio
@@ -20,12 +21,14 @@ from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.instance_link import InstanceLink, LinkLost
 from dynaserve.liveness import Changed, FleetLiveness, Health
-from dynaserve.messages import Alive, ToInstance
+from dynaserve.messages import Alive, InstanceDescription, Pulse, ToInstance
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 REJOIN_EVERY_S = 0.5
 ANSWER_TIMEOUT_S = 2.0
+TICKS_PER_ALIVE = 3
+BYE_LINGER_MS = 500
 
 
 @dataclass
@@ -34,12 +37,14 @@ class FleetLinks:
 
     on_message: gets every message of a living instance, in order. on_change: gets every change of its health; UP comes before
     the first message and DEAD after the last one. on_fault: gets what must not happen.
+    describe: asks an instance, by its URL, who it is; called in a thread.
     """
 
     frontend_id: str
     on_message: Callable[[str, list[bytes]], Awaitable[None]]
     on_change: Callable[[Changed], Awaitable[None]]
     on_fault: Callable[[BaseException], None]
+    describe: Callable[[str], InstanceDescription] = lambda url: fleet.describe(url, ANSWER_TIMEOUT_S)
     liveness: FleetLiveness = field(default_factory=FleetLiveness)
     instances: dict[str, Instance] = field(default_factory=dict)
     _links: dict[str, InstanceLink] = field(default_factory=dict)
@@ -81,6 +86,7 @@ class FleetLinks:
         for link in self._links.values():
             link.close(bye=True)
         self._links.clear()
+        self._context.destroy(linger=BYE_LINGER_MS)
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class FleetLinks:
         told = ""
         while True:
             try:
-                description = await asyncio.to_thread(fleet.describe, name, ANSWER_TIMEOUT_S)
+                description = await asyncio.to_thread(self.describe, name)
                 instance = Instance(name, description)
                 fleet.check(instance, reference)
                 await self._join(instance, ANSWER_TIMEOUT_S)
@@ -139,9 +145,9 @@ class FleetLinks:
             await self._apply(self.liveness.lost(name, reason))
 
     async def _watch(self) -> None:
-        while True:
+        for tick in count():
             await self._apply(self.liveness.tick(time.monotonic()))
-            for link in list(self._links.values()):
+            for link in list(self._links.values()) if tick % TICKS_PER_ALIVE == 0 else ():
                 await link.send(Alive())
             await asyncio.sleep(self.liveness.limits.tick_s)
 
@@ -156,7 +162,7 @@ class FleetLinks:
                 self._rejoining[change.instance_id] = self._start(self._rejoin(change.instance_id, self.instances[change.instance_id]))
             await self.on_change(change)
 
-    async def heard(self, instance_id: str, pulse: Any) -> None:
+    async def heard(self, instance_id: str, pulse: Pulse | None) -> None:
         """A `Beat` has come."""
         await self._apply(self.liveness.beat(instance_id, pulse))
 

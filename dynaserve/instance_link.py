@@ -35,7 +35,7 @@ class InstanceLink:
         self._hello = Hello(frontend_id, session=session)
         self.closed = False
         self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
+        self._socket.linger = 500  # of a goodbye
         self._socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
         self._socket.setsockopt(zmq.ROUTING_ID, f"{frontend_id}.{session}".encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -99,4 +99,4 @@ class InstanceLink:
             zmq.Socket.shadow(self._socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=500 if bye else 0)
+        self._socket.close(linger=None if bye else 0)
