@@ -59,6 +59,9 @@ class FleetLinks:
         """Opens a link to each; raises ConfigError, naming it, where one does not answer as the instance described."""
         for instance in instances:
             await self._join(instance, timeout_s)
+
+    def watch(self) -> None:
+        """From now on the event loop is free: instances that are silent are dead, and they hear that we are alive."""
         self._spawn(self._watch())
 
     @property

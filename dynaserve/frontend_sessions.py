@@ -18,11 +18,12 @@ class _Session:
     frontend_id: str
     number: int
     silent_s: float = 0.0
+    watched: bool = False
 
 
 @dataclass
 class FrontendSessions:
-    """By connection (ZeroMQ identity)."""
+    """By connection (ZeroMQ identity). A front-end that has said hello may take its time to start, up to its first `Alive`."""
 
     tick_s: float = 0.2
     _sessions: dict[bytes, _Session] = field(default_factory=dict)
@@ -53,6 +54,10 @@ class FrontendSessions:
         session.silent_s = 0.0
         return True
 
+    def alive(self, identity: bytes) -> None:
+        """From now on it says so again and again."""
+        self._sessions[identity].watched = True
+
     def bye(self, identity: bytes) -> None:
         self._sessions.pop(identity, None)
 
@@ -64,7 +69,7 @@ class FrontendSessions:
         passed_s = 0.0 if self._last_tick_s is None else min(max(now_s - self._last_tick_s, 0.0), 2 * self.tick_s)
         self._last_tick_s = now_s
         for session in self._sessions.values():
-            session.silent_s += passed_s
+            session.silent_s += passed_s if session.watched else 0.0
         silent = [identity for identity, session in self._sessions.items() if session.silent_s > SILENT_S]
         for identity in silent:
             del self._sessions[identity]

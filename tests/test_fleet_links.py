@@ -108,6 +108,7 @@ class Frontend:
             FleetLiveness(),
         )
         await self.links.connect([Instance(URL, description(self.gateway.address, self.gateway.epoch))], timeout_s=2.0)
+        self.links.watch()
 
     @property
     def healths(self) -> list[tuple[Health, int]]:

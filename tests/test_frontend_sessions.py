@@ -14,7 +14,7 @@ def ticked(sessions: FrontendSessions, start_s: float, for_s: float, *heard: byt
     silent: list[bytes] = []
     for tick in range(round(for_s / sessions.tick_s)):
         for identity in heard:
-            sessions.heard(identity)
+            assert sessions.heard(identity)
         silent += sessions.tick(start_s + tick * sessions.tick_s)
     return silent
 
@@ -23,9 +23,19 @@ def test_a_silent_frontend_is_forgotten_and_one_that_speaks_is_not() -> None:
     sessions = FrontendSessions()
     sessions.hello(b"a", Hello("a"))
     sessions.hello(b"b", Hello("b"))
+    sessions.alive(b"a")
+    sessions.alive(b"b")
     assert ticked(sessions, 0.0, SILENT_S + 0.6, b"b") == [b"a"]
     assert sessions.identities == [b"b"]
     assert not sessions.heard(b"a"), "it must say hello again"
+
+
+def test_a_frontend_may_take_its_time_to_start() -> None:
+    sessions = FrontendSessions()
+    sessions.hello(b"a", Hello("a"))
+    assert ticked(sessions, 0.0, 20.0) == []
+    sessions.alive(b"a")
+    assert ticked(sessions, 20.0, 5.0) == [b"a"]
 
 
 def test_a_frontend_s_new_connection_replaces_its_old_ones() -> None:
@@ -56,6 +66,7 @@ def test_who_says_goodbye_is_not_missed() -> None:
 def test_an_instance_that_sleeps_drops_nobody(pauses: list[float]) -> None:
     sessions = FrontendSessions()
     sessions.hello(b"a", Hello("a"))
+    sessions.alive(b"a")
     now_s = 0.0
     for pause in pauses:
         now_s += pause

@@ -117,6 +117,10 @@ class FleetClient(Failover):
         """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
         await self._links.connect(list(self.instances.values()), timeout_s)
 
+    def watch(self) -> None:
+        """The server is up: see `FleetLinks.watch`."""
+        self._links.watch()
+
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
     def admit(self, prompt_tokens: int | None, extra_args: dict[str, Any], max_tokens: int) -> None:

@@ -91,6 +91,7 @@ class FrontendEndpoint:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.dynaserve = engine_client.engine_core
+        state.dynaserve.watch()
 
 
 class RetryAfter:

@@ -229,7 +229,7 @@ class Gateway:
             case Hello():
                 await self._hello(identity, message)
             case Alive():
-                pass
+                self.sessions.alive(identity)
             case SenderLost(worker_ids=worker_ids):
                 self._call("dynaserve_peers_lost", worker_ids)
             case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
