@@ -91,6 +91,21 @@ class FleetLinks:
         self._links.clear()
         self._context.destroy(linger=BYE_LINGER_MS)
 
+    async def add(self, instance: Instance) -> None:
+        """A new instance; raises ConfigError where it does not fit, or does not answer."""
+        fleet.check(instance, next(iter(self.instances.values())))
+        await self._join(instance, ANSWER_TIMEOUT_S)
+
+    async def remove(self, instance_id: str) -> None:
+        """For good: it is told goodbye if it lives, and not asked any more if it does not."""
+        if (rejoining := self._rejoining.pop(instance_id, None)) is not None:
+            rejoining.cancel()
+        if (link := self._links.pop(instance_id, None)) is not None:
+            link.close(bye=True)
+        for change in self.liveness.remove(instance_id):
+            await self.on_change(change)
+        self.instances.pop(instance_id, None)
+
     # -- joining -------------------------------------------------------------------------------------------------------
 
     async def _join(self, instance: Instance, timeout_s: float) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from dynaserve.messages import Pulse
 
-JOINED = "joined"
+JOINED, REMOVED = "joined", "removed from the fleet"
 
 
 class Health(enum.Enum):
@@ -29,14 +29,15 @@ class Health(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """suspect_s, dead_s: of silence. tick_s: how often the observer looks; what is longer between two looks is its own pause.
+    """suspect_s, dead_s: of silence. tick_s: how often the observer looks. pause_s: what is longer between two looks is its own pause.
 
     stuck_s: of a single engine step, or `stuck_factor` times its predicted length where that is longer: its workers hang.
     """
 
     suspect_s: float = 0.8
-    dead_s: float = 1.5
+    dead_s: float = 1.4
     tick_s: float = 0.1
+    pause_s: float = 0.4
     stuck_s: float = 60.0
     stuck_factor: float = 10.0
 
@@ -96,15 +97,15 @@ class FleetLiveness:
 
     def remove(self, instance_id: str) -> list[Changed]:
         """The instance has left the fleet; its epoch goes on counting if it comes back."""
-        return self.lost(instance_id, "removed from the fleet")
+        return self.lost(instance_id, REMOVED)
 
     def tick(self, now_s: float) -> list[Changed]:
         """Time has passed, to be called every `tick_s`.
 
         An observer that was paused (a busy event loop, a stopped process) has heard nobody meanwhile: of the time since its
-        last look no more than two ticks count.
+        last look no more than `pause_s` counts.
         """
-        passed_s = 0.0 if self._last_tick_s is None else min(max(now_s - self._last_tick_s, 0.0), 2 * self.limits.tick_s)
+        passed_s = 0.0 if self._last_tick_s is None else min(max(now_s - self._last_tick_s, 0.0), self.limits.pause_s)
         self._last_tick_s = now_s
         changes: list[Changed] = []
         for instance_id, seen in self._observed.items():

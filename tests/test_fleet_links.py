@@ -21,6 +21,7 @@ from dynaserve.messages import (
     Abort,
     Alive,
     Beat,
+    Bye,
     FromInstance,
     Hello,
     InstanceDescription,
@@ -88,6 +89,8 @@ class Frontend:
     changes: list[Changed] = field(default_factory=list)
     messages: list[FromInstance] = field(default_factory=list)
     faults: list[BaseException] = field(default_factory=list)
+    gateways: dict[str, Gateway] = field(default_factory=dict)
+    """Of instances that join later."""
 
     async def on_message(self, name: str, frames: list[bytes]) -> None:
         message = msgspec.msgpack.decode(frames[0], type=FromInstance)
@@ -98,16 +101,20 @@ class Frontend:
     async def on_change(self, change: Changed) -> None:
         self.changes.append(change)
 
+    def description_of(self, url: str) -> InstanceDescription:
+        gateway = self.gateways.get(url, self.gateway)
+        return description(gateway.address, gateway.epoch)
+
     async def connect(self) -> None:
         self.links = FleetLinks(
             "frontend",
             self.on_message,
             self.on_change,
             self.faults.append,
-            lambda _: description(self.gateway.address, self.gateway.epoch),
+            self.description_of,
             FleetLiveness(),
         )
-        await self.links.connect([Instance(URL, description(self.gateway.address, self.gateway.epoch))], timeout_s=2.0)
+        await self.links.connect([Instance(URL, self.description_of(URL))], timeout_s=2.0)
         self.links.watch()
 
     @property
@@ -204,5 +211,47 @@ def test_an_instance_that_is_another_one_now_stays_out() -> None:
         await until(lambda: (Health.DEAD, 1) in frontend.healths)
         await asyncio.sleep(0.7)
         assert frontend.healths[-1] == (Health.DEAD, 1)
+
+    run(scenario)
+
+
+def test_an_instance_joins_and_leaves_a_running_fleet() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        new = frontend.gateways["http://new"] = Gateway("new")
+        new.start(context)
+        await frontend.links.add(Instance("http://new", frontend.description_of("http://new")))
+        assert frontend.links.alive == [URL, "http://new"]
+        await frontend.links.remove("http://new")
+        await until(lambda: Bye() in new.heard)
+        assert (frontend.changes[-1].instance_id, frontend.changes[-1].health) == ("http://new", Health.DEAD)
+        assert list(frontend.links.instances) == frontend.links.alive == [URL]
+        new.cut()
+
+    run(scenario)
+
+
+def test_an_instance_that_was_removed_is_not_asked_any_more() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        frontend.gateway.api = False
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        await frontend.links.remove(URL)
+        frontend.gateway.api = True
+        hellos = sum(isinstance(message, Hello) for message in frontend.gateway.heard)
+        await asyncio.sleep(1.0)
+        assert sum(isinstance(message, Hello) for message in frontend.gateway.heard) <= hellos + 1, "one may have been on its way"
+        assert frontend.links.alive == []
+
+    run(scenario)
+
+
+def test_an_instance_that_does_not_fit_does_not_join() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        other = msgspec.structs.replace(description("tcp://127.0.0.1:1", "other"), dtype="bfloat16")
+        with pytest.raises(ConfigError, match="dtype differs"):
+            await frontend.links.add(Instance("http://other", other))
+        assert frontend.links.alive == [URL]
 
     run(scenario)

@@ -5,6 +5,7 @@ Which is alive says `dynaserve.liveness`; what becomes of one request, `dynaserv
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import abstractmethod
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 from vllm.v1.engine import EngineCoreRequest
 
+from dynaserve import fleet
+from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
 from dynaserve.kv_transfer.transports import TWO_SIDED
-from dynaserve.liveness import JOINED, Changed, Health
+from dynaserve.liveness import JOINED, REMOVED, Changed, Health
 from dynaserve.messages import SenderLost
 from dynaserve.request_flow import Event, InstanceDied, Instruction, RequestFlow, Side, State
 from dynaserve.request_placer import RequestPlacer
@@ -55,6 +58,8 @@ class Failover:
     _adapters: AdapterLoader
     _orphans: Orphans
     _live: dict[str, Live]
+    _draining: set[str]
+    _transport: str
 
     @property
     def instances(self) -> dict[str, Instance]:
@@ -75,8 +80,8 @@ class Failover:
     def _close_if_over(self, live: Live) -> None: ...
 
     def health(self, instance: str) -> str:
-        """up, suspect or dead."""
-        return self._links.liveness.health(instance).value
+        """up, suspect, dead or draining."""
+        return "draining" if instance in self._draining else self._links.liveness.health(instance).value
 
     async def _on_change(self, change: Changed) -> None:
         name = change.instance_id
@@ -86,12 +91,14 @@ class Failover:
             await self._adapters.reload(name)
         up = [other for other in self._links.alive if self._links.liveness.health(other) is Health.UP]
         for other in self._links.alive:  # rather one that is suspected than none
-            self._placer.observe(other, self.instances[other].description, accepts_new=other in up or not up)
+            accepts_new = (other in up or not up) and other not in self._draining
+            self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
         match change.health:
             case Health.UP:
                 await self._place_orphans()
             case Health.DEAD:
-                DEATHS.labels(name).inc()
+                if change.reason != REMOVED:
+                    DEATHS.labels(name).inc()
                 self.instances[name].load = None
                 self._adapters.lost(name)
                 for live in list(self._live.values()):
@@ -100,6 +107,47 @@ class Failover:
                 workers = [worker.endpoint.worker_id for worker in self.instances[name].description.workers]
                 for other in self._links.alive:
                     await self._links.send(other, SenderLost(workers))
+
+    # -- instances that come and go ------------------------------------------------------------------------------------
+
+    async def add_instance(self, url: str) -> None:
+        """Adds an instance to the fleet, or keeps one that is leaving. Raises ConfigError where it does not answer or fit."""
+        name = url.rstrip("/")
+        if name in self._draining:
+            self._draining.discard(name)
+            self._placer.observe(name, self.instances[name].description)
+        elif name in self.instances:
+            raise ConfigError(f"instance {name} is in the fleet already")
+        else:
+            instance = Instance(name, await asyncio.to_thread(fleet.describe, name))
+            fleet.choose_transport([*self.instances.values(), instance], self._transport)
+            await self._links.add(instance)
+
+    async def remove_instance(self, url: str) -> None:
+        """Takes an instance out of the fleet: at once if it is dead or idle, else when it has finished what it runs.
+
+        Raises ConfigError for an instance that is not in the fleet, or is the last one that stays.
+        """
+        name = url.rstrip("/")
+        if name not in self.instances:
+            raise ConfigError(f"instance {name} is not in the fleet")
+        if not self.instances.keys() - self._draining - {name}:
+            raise ConfigError(f"instance {name} is the last one of the fleet")
+        self._draining.add(name)
+        if self._links.liveness.health(name) is not Health.DEAD:
+            self._placer.observe(name, self.instances[name].description, accepts_new=False)
+        await self.let_go()
+
+    async def let_go(self) -> None:
+        """Of the instances that are to leave, those that run nothing any more."""
+        if not self._draining:
+            return
+        busy = {micro.instance for live in self._live.values() for micro in (live.flow.record.alpha, live.flow.record.beta) if micro}
+        for name in self._draining - busy:
+            self._draining.discard(name)
+            await self._links.remove(name)
+
+    # -- requests that have lost their instance ------------------------------------------------------------------------
 
     async def _place_again(self, live: Live) -> None:
         """A request whose instance died, or one that waits since for any instance."""

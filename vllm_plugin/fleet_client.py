@@ -108,6 +108,7 @@ class FleetClient(Failover):
         self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_fault)
         self._links.instances |= {instance.instance_id: instance for instance in instances}
         self._orphans = Orphans()
+        self._draining = set()
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._adapters = AdapterLoader(self._links.send)
@@ -248,6 +249,7 @@ class FleetClient(Failover):
             case Beat(pulse=pulse):
                 await self._links.heard(instance, pulse)
                 await self._fail_orphans()
+                await self.let_go()
             case Dropped():
                 await self._links.lost(instance, "it has dropped this front-end, which was silent for too long")
             case LoraAdded():

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
+from dynaserve.errors import ConfigError
 from vllm_plugin.fleet_client import FleetClient
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class RequestAnswer:
 
 @dataclass
 class FleetAnswer:
-    """instances: health (up, suspect or dead), description and last load report of each."""
+    """instances: health (up, suspect, dead or draining), description and last load report of each."""
 
     frontend_id: str
     instances: dict[str, dict[str, Any]]
@@ -48,6 +49,20 @@ class HandOffAnswer:
 
     request_id: str
     moved: int
+
+
+class NewInstance(BaseModel):
+    """url: of the instance's API server."""
+
+    url: str
+
+
+@dataclass
+class MembershipAnswer:
+    """health: up, suspect, dead, draining (it finishes what it runs) or gone."""
+
+    instance: str
+    health: str
 
 
 class FrontendEndpoint:
@@ -85,6 +100,25 @@ class FrontendEndpoint:
                 for name, i in client.instances.items()
             }
             return FleetAnswer(client.frontend_id, instances)
+
+        @router.post("/dynaserve/instances", summary="Add an instance to the fleet, or keep one that is leaving")
+        async def add(body: NewInstance, request: Request) -> MembershipAnswer:
+            client = _client(request)
+            try:
+                await client.add_instance(body.url)
+            except ConfigError as error:
+                raise HTTPException(400, str(error)) from error
+            return MembershipAnswer(body.url, client.health(body.url.rstrip("/")))
+
+        @router.delete("/dynaserve/instances", summary="Take an instance out of the fleet when it has finished what it runs")
+        async def remove(url: str, request: Request) -> MembershipAnswer:
+            client = _client(request)
+            try:
+                await client.remove_instance(url)
+            except ConfigError as error:
+                raise HTTPException(400, str(error)) from error
+            name = url.rstrip("/")
+            return MembershipAnswer(url, client.health(name) if name in client.instances else "gone")
 
         app.include_router(router)
         app.add_middleware(RetryAfter)

@@ -25,7 +25,7 @@ import httpx
 
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
-from tests.e2e.fleet import NO_KEEP_ALIVE, FleetUnderTest, wait_for
+from tests.e2e.fleet import NO_KEEP_ALIVE, FleetUnderTest, prompt_of, wait_for
 from tests.e2e.soak import PARAMS, Question
 
 INSTANCES = 3
@@ -61,6 +61,16 @@ class ChaosFleet:
         for pid in {"all": pids, "api": pids[:1], "core": pids[1:]}[processes]:
             os.kill(pid, number)
 
+    def leave_and_join(self, index: int) -> float:
+        """Under load; nobody notices. Returns 0: nothing died."""
+        url = self.local.urls[index]
+        left = self.under_test.frontend.delete("/dynaserve/instances", params={"url": url}).raise_for_status().json()
+        assert left["health"] in ("draining", "gone"), left
+        wait_for(lambda: url not in self.under_test.frontend.get("/dynaserve/fleet").json()["instances"], "the instance to leave")
+        self.under_test.frontend.post("/dynaserve/instances", json={"url": url}).raise_for_status()
+        assert self.health(index) == "up"
+        return 0.0
+
     def kill(self, index: int) -> float:
         self.signal(index, signal.SIGKILL, "all")
         return self.wait_until(index, "dead")
@@ -91,7 +101,39 @@ VIOLENCE: dict[str, Callable[[ChaosFleet, int], float]] = {
     "stop the engine core": lambda fleet, index: fleet.stop(index, "core"),
     "stop the API process": lambda fleet, index: fleet.stop(index, "api"),
     "restart": ChaosFleet.restart,
+    "leave and join": ChaosFleet.leave_and_join,
 }
+
+
+def kill_frontend(fleet: ChaosFleet, streams: int = 6) -> float:
+    """Its clients hear of it at once. Returns how long the instances hold what they ran, in seconds."""
+    running = [fleet.under_test.stream(fleet.under_test.body(prompt_of(100, seed=i), max_tokens=500, split=110)) for i in range(streams)]
+    for stream in running:
+        fleet.under_test.read(stream, 3)
+    for pid in fleet.local.pids["frontend"]:
+        os.kill(pid, signal.SIGKILL)
+    began_s = time.monotonic()
+    for stream in running:
+        try:
+            for _ in stream:
+                assert time.monotonic() - began_s < ANSWER_TIMEOUT_S
+        except httpx.TransportError:
+            continue
+    fleet.under_test.wait_until_empty()
+    return time.monotonic() - began_s
+
+
+def kill_all(fleet: ChaosFleet) -> tuple[httpx.Response, float]:
+    """What a client is told who asks then, and when the last running answer has ended, in seconds."""
+    stream = fleet.under_test.stream(fleet.under_test.body(prompt_of(100), max_tokens=500))
+    fleet.under_test.read(stream, 3)
+    began_s = time.monotonic()
+    for index in range(len(fleet.local.urls)):
+        fleet.signal(index, signal.SIGKILL, "all")
+    last = list(stream)[-1]
+    assert "no instance" in last["error"]["message"], last
+    ended_s = time.monotonic() - began_s
+    return fleet.under_test.frontend.post("/v1/completions", json=fleet.under_test.body(prompt_of(10))), ended_s
 
 
 @contextmanager
@@ -211,11 +253,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="of each round")
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--violence", nargs="+", choices=VIOLENCE, default=list(VIOLENCE), metavar="KIND", help="in turn: %(choices)s")
     parser.add_argument("--instances", type=int, default=INSTANCES)
     parser.add_argument("--logs", type=Path, default=None, help="folder for the logs (default: a temporary one)")
     args = parser.parse_args()
     print(f"command: {' '.join(sys.argv)}; seed {args.seed}", flush=True)
-    kinds = [list(VIOLENCE)[number % len(VIOLENCE)] for number in range(args.rounds)]
+    kinds = [args.violence[number % len(args.violence)] for number in range(args.rounds)]
     with tempfile.TemporaryDirectory() as logs, chaos_fleet(args.logs or Path(logs), args.instances) as fleet:
         run = chaos(fleet, args.seed, kinds, args.requests, args.questions)
     print(
