@@ -36,13 +36,14 @@ class FleetLinks:
     """All methods run in one event loop.
 
     on_message: gets every message of a living instance, in order. on_change: gets every change of its health; UP comes before
-    the first message and DEAD after the last one. on_fault: gets what must not happen.
+    the first message and DEAD after the last one. on_tick: called again and again with the time. on_fault: gets what must not happen.
     describe: asks an instance, by its URL, who it is; called in a thread.
     """
 
     frontend_id: str
     on_message: Callable[[str, list[bytes]], Awaitable[None]]
     on_change: Callable[[Changed], Awaitable[None]]
+    on_tick: Callable[[float], Awaitable[None]]
     on_fault: Callable[[BaseException], None]
     describe: Callable[[str], InstanceDescription] = lambda url: fleet.describe(url, ANSWER_TIMEOUT_S)
     liveness: FleetLiveness = field(default_factory=FleetLiveness)
@@ -164,7 +165,9 @@ class FleetLinks:
 
     async def _watch(self) -> None:
         for tick in count():
-            await self._apply(self.liveness.tick(time.monotonic()))
+            now_s = time.monotonic()
+            await self._apply(self.liveness.tick(now_s))
+            await self.on_tick(now_s)
             for link in list(self._links.values()) if tick % TICKS_PER_ALIVE == 0 else ():
                 await link.send(Alive())
             await asyncio.sleep(self.liveness.limits.tick_s)

@@ -127,14 +127,15 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAgain:
-    """Find another instance and call `place_again`, or end the request with `no_instance` if there is none."""
+    """Find another instance and call `place_again`, or end the request with `give_up` if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """End the client's request with HTTP 503; the sentence is for the client."""
+    """End the client's request with this HTTP status; the sentence is for the client."""
 
     reason: str
+    status: int
 
 
 Instruction = PlaceAgain | Unavailable | SendRun | SendAnnounce | SendContinue | SendMove | SendRelease | SendAbort | Forward | Fail
@@ -340,11 +341,11 @@ class RequestFlow:
         self.record.mark("placed_again", now_ms)
         return [SendRun(name, None, tuple(self.output_token_ids))]
 
-    def no_instance(self, reason: str, now_ms: float) -> list[Instruction]:
-        """Nobody takes the orphaned request."""
-        if self.state is not State.ORPHANED:
+    def give_up(self, reason: str, status: int, now_ms: float) -> list[Instruction]:
+        """Nobody takes the orphaned request, or it takes too long."""
+        if self.state is State.FINISHED:
             return []
-        return [*self._finish("error", now_ms), Unavailable(reason)]
+        return [*self._finish("error", now_ms), Unavailable(reason, status)]
 
     def _micros(self) -> dict[Side, MicroRecord]:
         micros = {Side.ALPHA: self.record.alpha, Side.BETA: self.record.beta}

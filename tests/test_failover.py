@@ -122,9 +122,14 @@ def test_a_late_token_of_the_orphan_s_old_life_changes_nothing() -> None:
 def test_an_orphan_that_nobody_takes_ends_as_unavailable() -> None:
     flow = told(new_flow("r", PROMPT, whole_on("a"), "colocated", "torch", 1000))
     die(flow, "a")
-    assert flow.no_instance("none left", 3.0) == [Unavailable("none left")]
+    assert flow.give_up("none left", 503, 3.0) == [Unavailable("none left", 503)]
     assert flow.over
-    assert flow.no_instance("none left", 4.0) == []
+    assert flow.give_up("none left", 503, 4.0) == []
+
+
+def test_a_request_that_takes_too_long_ends_everywhere() -> None:
+    flow = told(cut_flow(), GRANTED)
+    assert flow.give_up("too long", 504, 3.0) == [SendAbort("a"), SendAbort("b"), Unavailable("too long", 504)]
 
 
 def test_an_orphan_whose_client_leaves_is_over() -> None:
@@ -178,7 +183,7 @@ class Fleet:
                     if self.alive:
                         self.carry_out(self.flow.place_again(whole_on(self.rng.choice(sorted(self.alive))), 1.0))
                     else:
-                        self.carry_out(self.flow.no_instance("none left", 1.0))
+                        self.carry_out(self.flow.give_up("none left", 503, 1.0))
                 case Unavailable():
                     self.failed = True
                 case _:

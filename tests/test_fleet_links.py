@@ -101,6 +101,9 @@ class Frontend:
     async def on_change(self, change: Changed) -> None:
         self.changes.append(change)
 
+    async def on_tick(self, now_s: float) -> None:
+        assert now_s > 0
+
     def description_of(self, url: str) -> InstanceDescription:
         gateway = self.gateways.get(url, self.gateway)
         return description(gateway.address, gateway.epoch)
@@ -110,6 +113,7 @@ class Frontend:
             "frontend",
             self.on_message,
             self.on_change,
+            self.on_tick,
             self.faults.append,
             self.description_of,
             FleetLiveness(),

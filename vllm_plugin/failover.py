@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from prometheus_client import Counter
 from vllm.v1.engine import EngineCoreRequest
@@ -59,6 +61,8 @@ class Failover:
     _orphans: Orphans
     _live: dict[str, Live]
     _draining: set[str]
+    _loading: dict[str, asyncio.Task[None]]
+    _timeout_s: float
     _transport: str
 
     @property
@@ -66,9 +70,9 @@ class Failover:
         """All of the fleet, also those that are dead now."""
         return self._links.instances
 
-    def on_unavailable(self, request_id: str, reason: str) -> None:
-        """A request that nobody takes any more. The server sets what ends the client's answer."""
-        logger.error("request %s: %s", request_id, reason)
+    def on_unavailable(self, request_id: str, reason: str, status: int) -> None:
+        """A request that is given up, with its HTTP status. The server sets what ends the client's answer."""
+        logger.error("request %s: %s (%d)", request_id, reason, status)
 
     @abstractmethod
     async def _handle(self, live: Live, side: Side, event: Event) -> bool: ...
@@ -87,26 +91,49 @@ class Failover:
         name = change.instance_id
         if change.health is Health.DEAD:
             self._placer.remove(name)
-        elif change.reason == JOINED:
-            await self._adapters.reload(name)
-        up = [other for other in self._links.alive if self._links.liveness.health(other) is Health.UP]
-        for other in self._links.alive:  # rather one that is suspected than none
-            accepts_new = (other in up or not up) and other not in self._draining
-            self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
+            if (loading := self._loading.pop(name, None)) is not None:
+                loading.cancel()
+        elif change.reason == JOINED and self._adapters.loaded:
+            self._loading[name] = asyncio.create_task(self._load_adapters(name))
+        await self._take_new_requests()
         match change.health:
             case Health.UP:
                 await self._place_orphans()
             case Health.DEAD:
-                if change.reason != REMOVED:
-                    DEATHS.labels(name).inc()
-                self.instances[name].load = None
-                self._adapters.lost(name)
-                for live in list(self._live.values()):
-                    await self._handle(live, Side.ALPHA, InstanceDied(name, change.reason, live.transport not in TWO_SIDED))
-                # After a beta was told to continue: what it lacks is then computed anew, instead of its being given up.
-                workers = [worker.endpoint.worker_id for worker in self.instances[name].description.workers]
-                for other in self._links.alive:
-                    await self._links.send(other, SenderLost(workers))
+                await self._on_death(change)
+
+    async def _load_adapters(self, name: str) -> None:
+        """An instance that has come back has none of the fleet's adapters, and takes no requests before it has all."""
+        if faults := await self._adapters.load_all(name):
+            logger.error("instance %s takes no requests: %s", name, "; ".join(faults))
+            return
+        del self._loading[name]
+        await self._take_new_requests()
+        await self._place_orphans()
+
+    async def _take_new_requests(self) -> None:
+        up = [other for other in self._links.alive if self._links.liveness.health(other) is Health.UP]
+        for other in self._links.alive:  # rather one that is suspected than none
+            accepts_new = (other in up or not up) and other not in self._draining and other not in self._loading
+            self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
+
+    async def _on_death(self, change: Changed) -> None:
+        name = change.instance_id
+        if change.reason != REMOVED:
+            DEATHS.labels(name).inc()
+        self.instances[name].load = None
+        self._adapters.lost(name)
+        for live in list(self._live.values()):
+            await self._handle(live, Side.ALPHA, InstanceDied(name, change.reason, live.transport not in TWO_SIDED))
+        # After a beta was told to continue: what it lacks is then computed anew, instead of its being given up.
+        workers = [worker.endpoint.worker_id for worker in self.instances[name].description.workers]
+        for other in self._links.alive:
+            await self._links.send(other, SenderLost(workers))
+
+    async def _on_tick(self, now_s: float) -> None:
+        await self._fail_orphans(now_s)
+        await self._fail_late(now_s)
+        await self.let_go()
 
     # -- instances that come and go ------------------------------------------------------------------------------------
 
@@ -165,9 +192,16 @@ class Failover:
             if (live := self._live.get(request_id)) and live.flow.state is State.ORPHANED:
                 await self._place_again(live)
 
-    async def _fail_orphans(self) -> None:
-        for request_id in self._orphans.given_up(time.monotonic()):
-            if live := self._live.get(request_id):
-                now_ms = 1e3 * (time.monotonic() - live.arrived_s)
-                await self._carry_out(live, live.flow.no_instance("no instance of the fleet takes this request any more", now_ms))
-                self._close_if_over(live)
+    async def _fail_orphans(self, now_s: float) -> None:
+        for request_id in self._orphans.given_up(now_s):
+            if (live := self._live.get(request_id)) and live.flow.state is State.ORPHANED:
+                await self._give_up(live, "no instance of the fleet takes this request any more", HTTPStatus.SERVICE_UNAVAILABLE, now_s)
+
+    async def _fail_late(self, now_s: float) -> None:
+        if self._timeout_s < math.inf:
+            for live in [live for live in self._live.values() if now_s - live.arrived_s > self._timeout_s]:
+                await self._give_up(live, f"not finished after {self._timeout_s:g} s", HTTPStatus.GATEWAY_TIMEOUT, now_s)
+
+    async def _give_up(self, live: Live, reason: str, status: HTTPStatus, now_s: float) -> None:
+        await self._carry_out(live, live.flow.give_up(reason, status, 1e3 * (now_s - live.arrived_s)))
+        self._close_if_over(live)

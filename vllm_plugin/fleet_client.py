@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 import uuid
@@ -93,10 +94,10 @@ LOOK_AGAIN_S = 0.1
 class FleetClient(Failover):
     """Implements the part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use (core_client.py).
 
-    All methods run in one event loop. on_unavailable: called with the id of a request that nobody takes any more, and why.
+    All methods run in one event loop. timeout_s: most time for a request, from its arrival to its end.
     """
 
-    def __init__(self, instances: Sequence[Instance], placer: RequestPlacer, transport: str) -> None:
+    def __init__(self, instances: Sequence[Instance], placer: RequestPlacer, transport: str, timeout_s: float = math.inf) -> None:
         self.book = RecordBook()
         self.frontend_id = uuid.uuid4().hex
         self.engine_ranks_managed = [0]
@@ -105,10 +106,12 @@ class FleetClient(Failover):
         self._transport = transport
         self._live = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
-        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_fault)
+        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_tick, self._on_fault)
         self._links.instances |= {instance.instance_id: instance for instance in instances}
         self._orphans = Orphans()
         self._draining = set()
+        self._loading = {}
+        self._timeout_s = timeout_s
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._adapters = AdapterLoader(self._links.send)
@@ -248,8 +251,6 @@ class FleetClient(Failover):
                 await self._on_step(instance, message, outputs)
             case Beat(pulse=pulse):
                 await self._links.heard(instance, pulse)
-                await self._fail_orphans()
-                await self.let_go()
             case Dropped():
                 await self._links.lost(instance, "it has dropped this front-end, which was silent for too long")
             case LoraAdded():
@@ -340,8 +341,8 @@ class FleetClient(Failover):
                     self._outputs.put_nowait(EngineCoreOutputs(outputs=[failed]))
                 case PlaceAgain():
                     await self._place_again(live)
-                case Unavailable(reason=reason):
-                    self.on_unavailable(live.internal_id, reason)
+                case Unavailable(reason=reason, status=status):
+                    self.on_unavailable(live.internal_id, reason, status)
                 case SendRun(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
                     transfer_id = None if hand_off is None else live.transfer_id
                     run = Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id, live.chunked, list(tokens))

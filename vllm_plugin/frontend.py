@@ -55,13 +55,13 @@ class FleetLLM(AsyncLLM):
         stream: AsyncGenerator[RequestOutput, None] = super().generate(prompt, sampling_params, request_id, **kwargs)
         return stream
 
-    def end_unavailable(self, request_id: str, reason: str) -> None:
-        """Ends a running request with HTTP 503, or an error event where its answer has begun."""
+    def end_unavailable(self, request_id: str, reason: str, status: int) -> None:
+        """Ends a running request with this HTTP status, or with an error event where its answer has begun."""
         state = self.output_processor.request_states.get(request_id)
         self.output_processor.abort_requests([request_id], internal=True)
         if state is not None and state.queue is not None:
             state.queue.output = None  # of the abort, which the client must not take for an answer
-            state.queue.put(GracefulHTTPError(reason, HTTPStatus.SERVICE_UNAVAILABLE))
+            state.queue.put(GracefulHTTPError(reason, HTTPStatus(status)))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     patches.check_vllm()
     _fit(args, config)
     validate_parsed_serve_args(args)
-    client = FleetClient(config.instances, config.placer, config.transport)
+    client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s)
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(FrontendEndpoint)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,10 +124,19 @@ class FrontendEndpoint:
 
         app.include_router(router)
         app.add_middleware(RetryAfter)
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            async with inner(app) as value:
+                client: FleetClient = app.state.dynaserve
+                client.watch()  # the start of the server keeps its event loop busy for seconds
+                yield value
+
+        app.router.lifespan_context = lifespan
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.dynaserve = engine_client.engine_core
-        state.dynaserve.watch()
 
 
 class RetryAfter:
