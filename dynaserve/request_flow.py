@@ -210,6 +210,8 @@ class RequestFlow:
     def _on_tokens(self, side: Side, tokens: Tokens, now_ms: float) -> list[Instruction]:
         if tokens.finish_reason in ENGINE_GAVE_UP:
             self.live.discard(side)
+        if tokens.finish_reason == "abort":
+            return self._on_aborted(side, now_ms)
         expected = Side.BETA if self.state in (State.HANDING_OVER, State.BETA) else Side.ALPHA
         if self.state is State.FINISHED or side is not expected:
             return []  # late tokens of a micro-request that was released or aborted
@@ -306,6 +308,19 @@ class RequestFlow:
             case State.ALPHA if Side.ALPHA in lost:
                 return self._continue_without_alpha(reason, now_ms)
             case _:  # nobody needs it any more; a beta that was told to continue does so with what has arrived
+                return []
+
+    def _on_aborted(self, side: Side, now_ms: float) -> list[Instruction]:
+        """Nobody here has asked for it: an engine that is told to stop aborts what it runs (vLLM's `EngineCore._handle_shutdown`)."""
+        reason = f"instance {self._micro(side).instance} has aborted it"
+        match self.state:
+            case State.ALPHA | State.HANDING_OVER if side is Side.BETA:
+                return self._lift(reason, now_ms)
+            case State.WHOLE | State.ALPHA | State.HANDING_OVER if side is Side.ALPHA:
+                return self._orphan(reason, now_ms)
+            case State.BETA if side is Side.BETA:
+                return self._orphan(reason, now_ms)
+            case _:
                 return []
 
     def _continue_without_alpha(self, reason: str, now_ms: float) -> list[Instruction]:

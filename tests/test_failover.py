@@ -157,6 +157,20 @@ def test_a_prompt_of_one_token_has_nothing_to_continue_from() -> None:
     assert die(flow, "a") == WITHOUT_B
 
 
+@pytest.mark.parametrize("name", [name for name in STATES if name not in ("client gone", "finished")])
+def test_what_an_instance_aborts_of_its_own_accord_goes_on_elsewhere(name: str) -> None:
+    """It was told to stop."""
+    said, *_ = STATES[name]
+    for side in Side:
+        flow = told(cut_flow(), *said)
+        before = flow.state
+        instructions = flow.handle(side, Tokens([], "abort"), 2.0)
+        assert not any(isinstance(instruction, Forward | Fail) for instruction in instructions)
+        assert (PlaceAgain() in instructions) == (flow.state is State.ORPHANED)
+        needed = {State.WHOLE: {ALPHA}, State.BETA: {BETA}}.get(before, {ALPHA, BETA})
+        assert (flow.state is before) == (side not in needed), (name, side)
+
+
 @dataclass
 class Fleet:
     """Instances a .. d that answer in their own time, and die and come back; each message carries its attempt. Tokens are 0, 1, 2 ..."""

@@ -61,6 +61,7 @@ class Failover:
     _orphans: Orphans
     _live: dict[str, Live]
     _draining: set[str]
+    _stopping: set[str]
     _loading: dict[str, asyncio.Task[None]]
     _timeout_s: float
     _transport: str
@@ -85,12 +86,13 @@ class Failover:
 
     def health(self, instance: str) -> str:
         """up, suspect, dead or draining."""
-        return "draining" if instance in self._draining else self._links.liveness.health(instance).value
+        return "draining" if instance in self._draining | self._stopping else self._links.liveness.health(instance).value
 
     async def _on_change(self, change: Changed) -> None:
         name = change.instance_id
         if change.health is Health.DEAD:
             self._placer.remove(name)
+            self._stopping.discard(name)
             if (loading := self._loading.pop(name, None)) is not None:
                 loading.cancel()
         elif change.reason == JOINED and self._adapters.loaded:
@@ -112,9 +114,10 @@ class Failover:
         await self._place_orphans()
 
     async def _take_new_requests(self) -> None:
+        """Tells the scheduler which instances do."""
         up = [other for other in self._links.alive if self._links.liveness.health(other) is Health.UP]
         for other in self._links.alive:  # rather one that is suspected than none
-            accepts_new = (other in up or not up) and other not in self._draining and other not in self._loading
+            accepts_new = (other in up or not up) and other not in self._draining | self._stopping | self._loading.keys()
             self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
 
     async def _on_death(self, change: Changed) -> None:

@@ -111,6 +111,7 @@ class FleetClient(Failover):
         self._orphans = Orphans()
         self._draining = set()
         self._loading = {}
+        self._stopping = set()
         self._timeout_s = timeout_s
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -249,8 +250,11 @@ class FleetClient(Failover):
         match message:
             case Step():
                 await self._on_step(instance, message, outputs)
-            case Beat(pulse=pulse):
+            case Beat(pulse=pulse, draining=draining):
                 await self._links.heard(instance, pulse)
+                if draining and instance not in self._stopping:
+                    self._stopping.add(instance)
+                    await self._take_new_requests()
             case Dropped():
                 await self._links.lost(instance, "it has dropped this front-end, which was silent for too long")
             case LoraAdded():

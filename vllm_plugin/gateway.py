@@ -57,7 +57,7 @@ from dynaserve.messages import (
 )
 from dynaserve.request_flow import ENGINE_GAVE_UP
 from dynaserve.step_report import BatchReport
-from vllm_plugin import step_metrics
+from vllm_plugin import patches, step_metrics
 from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
@@ -133,6 +133,8 @@ class Gateway:
     sessions: FrontendSessions = field(default_factory=FrontendSessions)
     pulse: Pulse | None = None
     """The engine core's newest sign of life."""
+    draining: bool = False
+    """The server was told to stop; with `--shutdown-timeout` it finishes what it runs."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
     adapters: set[int] = field(default_factory=set)
@@ -170,11 +172,16 @@ class Gateway:
         )
         gateway = cls(engine, description, context, socket)
         engine.dynaserve_gateway = gateway
+        patches.tell_before_shutdown(engine_client, gateway.drain)
         gateway._spawn(gateway._serve())
         gateway._spawn(gateway._feel_pulse(heart))
         gateway._spawn(gateway._beat())
         logger.info("DynaServe gateway at %s", description.gateway)
         return gateway
+
+    def drain(self) -> None:
+        """Front-ends are told to send nothing new. Called in another thread."""
+        self.draining = True
 
     def close(self) -> None:
         for task in self.tasks:
@@ -197,7 +204,7 @@ class Gateway:
                 logger.warning("a front-end is silent: its requests are aborted")
                 await self._drop(identity)
             for identity in self.sessions.identities:
-                await self._send(identity, Beat(self.pulse))
+                await self._send(identity, Beat(self.pulse, self.draining))
             await asyncio.sleep(self.sessions.tick_s)
 
     async def _drop(self, identity: bytes) -> None:

@@ -185,6 +185,21 @@ def install_engine_core_calls() -> None:
             setattr(EngineCore, name, call)
 
 
+def tell_before_shutdown(engine_client: Any, tell: Callable[[], None]) -> None:
+    """Calls `tell` when the server is told to stop.
+
+    Why: vLLM's launcher holds the signal handlers; `AsyncLLM.shutdown` is the first thing that it does then, in another thread.
+    """
+    shutdown = engine_client.shutdown
+
+    @functools.wraps(shutdown)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return shutdown(*args, **kwargs)
+
+    engine_client.shutdown = wrapper
+
+
 # -- the worker processes ------------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,12 @@ class ChaosFleet:
         self.signal(index, signal.SIGKILL, "all")
         return self.wait_until(index, "dead")
 
+    def terminate(self, index: int) -> float:
+        """As a supervisor does: the instance finishes what it runs, as far as its `--shutdown-timeout` goes."""
+        os.kill(self.local.pids[f"instance-{index}"][0], signal.SIGTERM)
+        self.wait_until(index, "dead")
+        return 0.0
+
     def stop(self, index: int, processes: str) -> float:
         self.signal(index, signal.SIGSTOP, processes)
         noticed_s = self.wait_until(index, "dead")
@@ -102,6 +108,7 @@ VIOLENCE: dict[str, Callable[[ChaosFleet, int], float]] = {
     "stop the API process": lambda fleet, index: fleet.stop(index, "api"),
     "restart": ChaosFleet.restart,
     "leave and join": ChaosFleet.leave_and_join,
+    "terminate": ChaosFleet.terminate,
 }
 
 
@@ -137,12 +144,21 @@ def kill_all(fleet: ChaosFleet) -> tuple[httpx.Response, float]:
 
 
 @contextmanager
-def chaos_fleet(log_dir: Path, instances: int = INSTANCES) -> Iterator[ChaosFleet]:
+def chaos_fleet(log_dir: Path, instances: int = INSTANCES, shutdown_timeout_s: str = "0") -> Iterator[ChaosFleet]:
     model = random_model(smollm2(), cache_dir() / "random-llama", seed=1)
     local = LocalFleet(
         model,
         instances=instances,
-        vllm_args=["--max-num-batched-tokens", "64", "--max-num-seqs", "32", "--num-gpu-blocks-override", "400"],
+        vllm_args=[
+            "--shutdown-timeout",
+            shutdown_timeout_s,
+            "--max-num-batched-tokens",
+            "64",
+            "--max-num-seqs",
+            "32",
+            "--num-gpu-blocks-override",
+            "400",
+        ],
         max_model_len=640,
         start_timeout_s=900.0,
         log_dir=log_dir,
