@@ -12,7 +12,6 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 import zmq.asyncio
-from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import Counter
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -65,58 +63,14 @@ from vllm_plugin.scheduler import EVENT_CARRIER
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
-    from starlette.datastructures import State
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
 
 logger = logging.getLogger("vllm.dynaserve.gateway")
 
 DROPPED = Counter("dynaserve_dropped_messages", "Messages on the gateway's socket that were malformed or not allowed.", ["reason"])
-
-
-async def take_fleet_outputs(client: AsyncMPClient, outputs: EngineCoreOutputs) -> None:
-    """vLLM's `process_engine_outputs` hook: takes the outputs of fleet requests out of `outputs`, in place."""
-    gateway: Gateway | None = getattr(client, "dynaserve_gateway", None)
-    if gateway is not None:
-        await gateway.take(outputs)
-
-
-class GatewayEndpoint:
-    """vLLM endpoint plugin: starts the gateway with the API server and adds `GET /dynaserve/instance`."""
-
-    name = "dynaserve"
-    required_tasks = ("generate",)
-
-    def attach_router(self, app: FastAPI) -> None:
-        router = APIRouter(tags=["DynaServe"])
-
-        @router.get("/dynaserve/instance", summary="What a front-end must know of this instance")
-        async def instance(request: Request) -> dict[str, Any]:
-            description: InstanceDescription = request.app.state.dynaserve.description
-            return dict(msgspec.to_builtins(description))
-
-        @router.get("/dynaserve/instance/state", summary="Blocks, requests and transfers held right now")
-        async def state(request: Request) -> dict[str, Any]:
-            return dict(await request.app.state.dynaserve.engine.call_utility_async("dynaserve_state"))
-
-        app.include_router(router)
-        inner = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
-            gateway: Gateway = app.state.dynaserve
-            async with inner(app) as value:
-                try:
-                    yield value
-                finally:
-                    gateway.close()
-
-        app.router.lifespan_context = lifespan
-
-    async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
-        state.dynaserve = await Gateway.start(engine_client, args)
 
 
 @dataclass

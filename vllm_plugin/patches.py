@@ -144,11 +144,11 @@ def _install_gateway() -> None:
     """
     from vllm.v1.engine.core_client import AsyncMPClient
 
-    from vllm_plugin import gateway
+    from vllm_plugin import gateway_endpoint
 
     if not hasattr(AsyncMPClient, "process_engine_outputs"):
-        AsyncMPClient.process_engine_outputs = gateway.take_fleet_outputs
-        install_endpoint(gateway.GatewayEndpoint)
+        AsyncMPClient.process_engine_outputs = gateway_endpoint.take_fleet_outputs
+        install_endpoint(gateway_endpoint.GatewayEndpoint)
 
 
 def install_endpoint(factory: Callable[[], Any]) -> None:
