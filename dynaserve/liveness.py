@@ -31,6 +31,9 @@ class Health(enum.Enum):
 class Limits:
     """suspect_s, dead_s: of silence. tick_s: how often the observer looks. pause_s: what is longer between two looks is its own pause.
 
+    gap_factor: how many times its accustomed gap an instance may be silent, where that is longer, up to longest_s: on a starved machine
+    signs of life come late, and a false alarm costs work. gap_memory: of the longest gap, what is left of it at the next sign.
+
     stuck_s: of a single engine step, or `stuck_factor` times its predicted length where that is longer: its workers hang.
     """
 
@@ -38,6 +41,9 @@ class Limits:
     dead_s: float = 1.4
     tick_s: float = 0.1
     pause_s: float = 0.4
+    gap_factor: float = 3.0
+    gap_memory: float = 0.98
+    longest_s: float = 6.0
     stuck_s: float = 60.0
     stuck_factor: float = 10.0
 
@@ -54,12 +60,13 @@ class Changed:
 
 @dataclass(slots=True)
 class _Observed:
-    """silent_s: without a beat. still_s: without a new pulse. Both in seconds that the observer was awake."""
+    """silent_s: without a beat. still_s: without a new pulse. gap_s: the longest of either lately. Seconds that the observer was awake."""
 
     health: Health = Health.DEAD
     epoch: int = 0
     silent_s: float = 0.0
     still_s: float = 0.0
+    gap_s: float = 0.0
     pulse: Pulse | None = None
 
 
@@ -74,7 +81,8 @@ class FleetLiveness:
     def join(self, instance_id: str) -> Changed:
         """The instance has answered as who it is: a new epoch begins."""
         seen = self._observed.setdefault(instance_id, _Observed())
-        self._observed[instance_id] = _Observed(Health.UP, seen.epoch + 1)
+        # What it died of may have been a pause: it is accustomed to that.
+        self._observed[instance_id] = _Observed(Health.UP, seen.epoch + 1, gap_s=max(seen.gap_s, seen.silent_s, seen.still_s))
         return Changed(instance_id, Health.UP, seen.epoch + 1, JOINED)
 
     def beat(self, instance_id: str, pulse: Pulse | None) -> list[Changed]:
@@ -82,8 +90,10 @@ class FleetLiveness:
         seen = self._observed.get(instance_id)
         if seen is None or seen.health is Health.DEAD:
             return []  # a late word of a life that is over
+        seen.gap_s = max(seen.gap_s * self.limits.gap_memory, seen.silent_s)
         seen.silent_s = 0.0
         if pulse is not None and (seen.pulse is None or pulse.number != seen.pulse.number):
+            seen.gap_s = max(seen.gap_s, seen.still_s)
             seen.pulse, seen.still_s = pulse, 0.0
         if seen.health is Health.SUSPECT and self._trouble(seen, self.limits.suspect_s) is None:
             seen.health = Health.UP
@@ -138,7 +148,9 @@ class FleetLiveness:
         return Changed(instance_id, health, seen.epoch, reason)
 
     def _trouble(self, seen: _Observed, limit_s: float) -> str | None:
-        """What is wrong for longer than `limit_s`; None: nothing."""
+        """What is wrong for longer than `limit_s`, or than the instance is accustomed to; None: nothing."""
+        accustomed_s = self.limits.gap_factor * seen.gap_s * limit_s / self.limits.dead_s
+        limit_s = max(limit_s, min(accustomed_s, self.limits.longest_s))
         if seen.silent_s > limit_s:
             return f"its API process is silent for {seen.silent_s:.1f} s"
         if seen.still_s > limit_s:
