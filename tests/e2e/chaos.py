@@ -40,7 +40,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 @dataclass
 class ChaosFleet:
-    """Three instances with memory for all requests. violence: what a round does to one of them."""
+    """Instances with memory for all requests, and what may be done to one of them (`VIOLENCE`)."""
 
     local: LocalFleet
     under_test: FleetUnderTest
