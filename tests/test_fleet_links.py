@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class Gateway:
 
     async def serve(self) -> None:
         while True:
-            identity, frame = await self.socket.recv_multipart()
+            identity, frame, *_ = await self.socket.recv_multipart()
             message = msgspec.msgpack.decode(frame, type=ToInstance)
             self.heard.append(message)
             if isinstance(message, Hello) and self.api:
@@ -77,8 +77,8 @@ class Gateway:
                 await self.say(Beat(Pulse(self.pulses)))
             await asyncio.sleep(0.05)
 
-    async def say(self, message: FromInstance) -> None:
-        await self.socket.send_multipart([self.identities[-1], msgspec.msgpack.encode(message)])
+    async def say(self, message: FromInstance, frames: Sequence[Any] = ()) -> None:
+        await self.socket.send_multipart([self.identities[-1], msgspec.msgpack.encode(message), *frames])
 
 
 @dataclass
