@@ -22,7 +22,8 @@ def chaotic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosFleet]:
 
 
 def test_requests_survive_what_happens_to_one_of_three_instances(chaotic: ChaosFleet) -> None:
-    run = chaos(chaotic, SEED, list(VIOLENCE), requests=40, questions=15)
+    kinds = [kind for kind in VIOLENCE if kind != "restart"]  # which is to kill, and to start again while others run
+    run = chaos(chaotic, SEED, kinds, requests=40, questions=15)
     assert run.placed_again > 0
     assert min(noticed_s for _, noticed_s in run.noticed_s) < NOTICED_S
 
