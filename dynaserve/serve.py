@@ -29,6 +29,7 @@ class FrontendConfig:
     placer: RequestPlacer
     transport: str
     length_history: Path | None = None
+    request_timeout_s: float = math.inf
 
 
 def add_arguments(parser: Any) -> None:
@@ -42,6 +43,9 @@ def add_arguments(parser: Any) -> None:
     group.add_argument("--length-history", type=Path, metavar="FILE", help="keeps the learnt lengths of answers for the next start")
     group.add_argument("--fleet-tbt-slo-ms", type=float, default=100.0, help="for requests that name none (default: %(default)s)")
     group.add_argument("--fleet-ttft-slo-ms", type=float, default=math.inf, help="for requests that name none (default: none)")
+    group.add_argument(
+        "--request-timeout-s", type=float, default=math.inf, help="end a request with HTTP 504 after this time (default: never)"
+    )
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
 
@@ -54,14 +58,14 @@ def configure(argv: list[str]) -> FrontendConfig:
         policy = parse_policy(args.policy, len(args.instances))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name in ("fleet_tbt_slo_ms", "fleet_ttft_slo_ms"):
+    for name, unit in (("fleet_tbt_slo_ms", "milliseconds"), ("fleet_ttft_slo_ms", "milliseconds"), ("request_timeout_s", "seconds")):
         if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of milliseconds above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of {unit} above 0")
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     instances = fleet.join(args.instances)
     if predicts(policy.policy):
         fleet.check_profile(args.latency_profile, instances)
-    return FrontendConfig(instances, placer, fleet.choose_transport(instances, args.transport), args.length_history)
+    return FrontendConfig(instances, placer, fleet.choose_transport(instances, args.transport), args.length_history, args.request_timeout_s)
 
 
 def make_placer(policy: Options, profile: Path | None, history: Path | None, tbt_slo_ms: float, ttft_slo_ms: float) -> RequestPlacer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +11,16 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
+from dynaserve.errors import ConfigError
 from vllm_plugin.fleet_client import FleetClient
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+RETRY_AFTER_S = b"1"
 
 
 @dataclass
@@ -27,7 +33,7 @@ class RequestAnswer:
 
 @dataclass
 class FleetAnswer:
-    """instances: description and last load report of each."""
+    """instances: health (up, suspect, dead or draining), description and last load report of each."""
 
     frontend_id: str
     instances: dict[str, dict[str, Any]]
@@ -45,6 +51,20 @@ class HandOffAnswer:
 
     request_id: str
     moved: int
+
+
+class NewInstance(BaseModel):
+    """url: of the instance's API server."""
+
+    url: str
+
+
+@dataclass
+class MembershipAnswer:
+    """health: up, suspect, dead, draining (it finishes what it runs) or gone."""
+
+    instance: str
+    health: str
 
 
 class FrontendEndpoint:
@@ -74,15 +94,64 @@ class FrontendEndpoint:
         async def fleet(request: Request) -> FleetAnswer:
             client = _client(request)
             instances = {
-                name: {"description": msgspec.to_builtins(i.description), "load": msgspec.to_builtins(i.load)}
+                name: {
+                    "health": client.health(name),
+                    "description": msgspec.to_builtins(i.description),
+                    "load": msgspec.to_builtins(i.load),
+                }
                 for name, i in client.instances.items()
             }
             return FleetAnswer(client.frontend_id, instances)
 
+        @router.post("/dynaserve/instances", summary="Add an instance to the fleet, or keep one that is leaving")
+        async def add(body: NewInstance, request: Request) -> MembershipAnswer:
+            client = _client(request)
+            try:
+                await client.add_instance(body.url)
+            except ConfigError as error:
+                raise HTTPException(400, str(error)) from error
+            return MembershipAnswer(body.url, client.health(body.url.rstrip("/")))
+
+        @router.delete("/dynaserve/instances", summary="Take an instance out of the fleet when it has finished what it runs")
+        async def remove(url: str, request: Request) -> MembershipAnswer:
+            client = _client(request)
+            try:
+                await client.remove_instance(url)
+            except ConfigError as error:
+                raise HTTPException(400, str(error)) from error
+            name = url.rstrip("/")
+            return MembershipAnswer(url, client.health(name) if name in client.instances else "gone")
+
         app.include_router(router)
+        app.add_middleware(RetryAfter)
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            async with inner(app) as value:
+                client: FleetClient = app.state.dynaserve
+                client.watch()  # the start of the server keeps its event loop busy for seconds
+                yield value
+
+        app.router.lifespan_context = lifespan
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.dynaserve = engine_client.engine_core
+
+
+class RetryAfter:
+    """ASGI middleware: whoever is told to come again is told when."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in (429, 503):
+                message["headers"] = [*message.get("headers", ()), (b"retry-after", RETRY_AFTER_S)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_header)
 
 
 def _client(request: Request) -> FleetClient:
