@@ -7,9 +7,13 @@ have it (not run yet).
 `host` is what peers are told.  The engine itself listens on all interfaces, and over TCP it authenticates nobody:
 who reaches its ports can read and write the registered memory, so they belong behind a firewall.
 
-A push to a peer that is stopped ends after the engine's own timeout (`MC_TRANSFER_TIMEOUT`, 30 s by default); what the
-peer's machine has taken by then is still written when the peer goes on. Nothing in the engine tells when that is over, so a
-receiver keeps the blocks of a failed transfer for `late_write_s` of its own time.
+The engine waits for a write by asking without a pause: a whole core, taken from the engine that computes (and Linux lets
+threads that yield, as vLLM's workers do, wait for such a one for many seconds). So the last write of a push is submitted
+on its own and asked for at intervals; once it has ended, the others have or are about to.
+
+A push to a peer that is stopped ends after `PUSH_TIMEOUT_S`; what the peer's machine has taken by then is still written
+when the peer goes on. Nothing in the engine tells when that is over, so a receiver keeps the blocks of a failed transfer
+for `late_write_s` of its own time.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +30,11 @@ import msgspec
 from dynaserve.kv_transfer.transport import KvLayers, TransportError, TransportUnavailable, WorkerEndpoint
 
 PROTOCOL_VARIABLE = "DYNASERVE_MOONCAKE_PROTOCOL"
+PUSH_TIMEOUT_S = 30.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 2e-3
+_PENDING, _COMPLETED = 0, 1
+_NO_BATCH = (0, 2**64 - 1)
+"""What the engine answers when it takes no write."""
 _LIBRARIES = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
 
 
@@ -43,6 +53,7 @@ class MooncakeTransport:
     late_write_s = 5.0
 
     def __init__(self, worker_id: str, host: str, kv: KvLayers) -> None:  # noqa: ARG002 - the engine names itself
+        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it tells of every push
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -79,12 +90,29 @@ class MooncakeTransport:
                 sources.append(layer.data_ptr() + local_start * stride)
                 targets.append(remote + remote_start * stride)
                 lengths.append((blocks - 1) * stride + width)
+        failure = self._write(address.session, sources, targets, lengths)
+        if failure is not None:
+            raise TransportError(f"push to worker {peer.worker_id} at {address.session} failed: {failure}")
+
+    def _write(self, session: str, sources: list[int], targets: list[int], lengths: list[int]) -> str | None:
+        """What went wrong; None once all is written. See the module for the way of waiting."""
         engine = self._engine
         if engine is None:
-            raise TransportError(f"push to worker {peer.worker_id} at {address.session} failed: this transport is closed")
-        status = engine.batch_transfer_sync_write(address.session, sources, targets, lengths)
-        if status != 0:
-            raise TransportError(f"push to worker {peer.worker_id} at {address.session} failed with Mooncake status {status}")
+            return "this transport is closed"
+        batch = engine.batch_transfer_async_write(session, sources[:-1], targets[:-1], lengths[:-1]) if len(sources) > 1 else None
+        last = engine.transfer_submit_write(session, sources[-1], targets[-1], lengths[-1])
+        if batch in _NO_BATCH or last in _NO_BATCH:
+            return "Mooncake does not reach it"
+        deadline_s = time.monotonic() + PUSH_TIMEOUT_S
+        pause_s = _SHORTEST_PAUSE_S
+        while (status := engine.transfer_check_status(last)) == _PENDING:
+            if time.monotonic() > deadline_s:
+                return f"nothing came back for {PUSH_TIMEOUT_S:g} s"
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if status != _COMPLETED or (batch is not None and engine.get_batch_transfer_status([batch]) != 0):
+            return "Mooncake could not write"
+        return None
 
     def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int]) -> None:
         raise NotImplementedError("Mooncake writes are one-sided")

@@ -45,6 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
     with local:
         frontend, *instances = [httpx.Client(base_url=url, timeout=120, limits=NO_KEEP_ALIVE) for url in (local.frontend_url, *local.urls)]
         under_test = FleetUnderTest(frontend, instances, str(model))
+        under_test.warm_up()
         yield under_test
         under_test.wait_until_empty()
         for client in (frontend, *instances):

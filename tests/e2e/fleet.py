@@ -68,6 +68,13 @@ class FleetUnderTest:
     def instance_urls(self) -> list[str]:
         return [str(instance.base_url).rstrip("/") for instance in self.instances]
 
+    def warm_up(self) -> None:
+        """Lets both instances compile vLLM's samplers, which on a cold machine takes longer than a hand-off is waited for."""
+        for params in ({}, {"temperature": 0.9, "seed": 1}):
+            for instance in self.instances:
+                answer = instance.post("/v1/completions", json=self.body(prompt_of(8), max_tokens=2, **params), timeout=300)
+                assert answer.status_code == 200, answer.text
+
     def body(self, prompt: list[int], *, split: int | None = None, transport: str | None = None, **params: Any) -> dict[str, Any]:
         """A greedy request that no prefix cache can serve (its salt is new)."""
         xargs = {"dynaserve_split": split, "dynaserve_transport": transport}

@@ -128,7 +128,8 @@ class Soak:
             stop = rng.choice(expected)
             expected = expected[: expected.index(stop) + 1]
             limits["stop_token_ids"] = [stop]
-        split = rng.randrange(0, len(question.prompt) + outputs)
+        prompt = len(question.prompt)
+        split = rng.choice((rng.randrange(prompt), rng.randrange(prompt, prompt + outputs)))
         leave_after = rng.randrange(outputs) if rng.random() < 0.15 else None
         got = self._stream(number, self._body(question, limits, split), rng, len(question.prompt) + outputs, leave_after)
         if got != expected[: len(got)] or (leave_after is None and len(got) != len(expected)):
@@ -143,10 +144,11 @@ class Soak:
     def _stream(self, number: int, body: dict[str, Any], rng: random.Random, length: int, leave_after: int | None) -> list[int]:
         name = f"soak-{self.seed}-{number}"
         tokens: list[int] = []
-        moves = threading.Timer(
-            rng.random() * 0.6, self._move, (f"cmpl-{name}-0", rng.randrange(1, length) if rng.random() < 0.7 else None)
-        )
-        if rng.random() < 0.4:
+        to = rng.randrange(1, length) if rng.random() < 0.7 else None
+        emitted_by_alpha = max(1, body["vllm_xargs"]["dynaserve_split"] - len(body["prompt"]))
+        move_after = rng.choice((None, 0, rng.randrange(emitted_by_alpha)))  # tokens seen here, some way behind the alpha
+        moves = threading.Timer(0.0 if move_after else rng.random() * 0.05, self._move, (f"cmpl-{name}-0", to))
+        if move_after == 0:
             moves.start()
         asked_s = last_s = time.monotonic()
         with self.fleet.frontend.stream("POST", "/v1/completions", json=body | {"stream": True, "request_id": name}) as response:
@@ -157,6 +159,8 @@ class Soak:
                 tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
                 now_s = time.monotonic()
                 self.longest_wait_s, last_s = max(self.longest_wait_s, now_s - last_s), now_s
+                if move_after and len(tokens) >= move_after and moves.ident is None:
+                    moves.start()
                 if leave_after is not None and len(tokens) > leave_after:
                     self._count("left")
                     break

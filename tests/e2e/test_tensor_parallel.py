@@ -32,7 +32,9 @@ def parallel_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUn
     )
     with local:
         frontend, *instances = [httpx.Client(base_url=url, timeout=300, limits=NO_KEEP_ALIVE) for url in (local.frontend_url, *local.urls)]
-        yield FleetUnderTest(frontend, instances, str(model))
+        under_test = FleetUnderTest(frontend, instances, str(model))
+        under_test.warm_up()
+        yield under_test
         for client in (frontend, *instances):
             client.close()
 
