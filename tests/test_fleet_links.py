@@ -35,7 +35,26 @@ URL = "http://instance"
 
 
 def description(gateway: str, epoch: str) -> InstanceDescription:
-    return InstanceDescription(PROTOCOL_VERSION, epoch, gateway, "m", ["m"], "0", "float32", 32, 100, 8, 64, 50, 1, None, [])
+    return InstanceDescription(
+        PROTOCOL_VERSION,
+        epoch,
+        gateway,
+        model="m",
+        served_model_names=["m"],
+        vllm_version="0",
+        dtype="float32",
+        block_size=32,
+        max_model_len=100,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_blocks=50,
+        prefix_caching=True,
+        tensor_parallel_size=1,
+        device="cpu",
+        parallelism="tp1",
+        cut_obstacle=None,
+        workers=[],
+    )
 
 
 @dataclass

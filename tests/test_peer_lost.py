@@ -107,8 +107,9 @@ def test_whatever_comes_a_stopped_sender_is_forgotten_after_its_receiver_was_los
 
 
 def test_agents_end_their_transfers_with_a_worker_that_is_lost() -> None:
-    """The other one is stopped: it neither pushes nor answers."""
+    """The other one neither pushes nor answers."""
     alive, stopped = Node("alive"), Node("stopped")
+    stopped.agent.close()
     alive.agent.submit(rx.Expect("in", stopped.agent.endpoint, "torch", 0, (1, 2, 3)))
     alive.agent.submit(rx.Cancel("in"))
     until(lambda: alive.agent.open_transfers()["receiving"] == 1)
@@ -116,4 +117,3 @@ def test_agents_end_their_transfers_with_a_worker_that_is_lost() -> None:
     until(lambda: alive.poll().received == ["in"])
     assert alive.agent.open_transfers().total() == 0
     alive.agent.close()
-    stopped.agent.close()
