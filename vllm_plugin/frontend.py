@@ -14,7 +14,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import uvloop
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, envs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
@@ -83,6 +83,7 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     fleet.check_model(args.model, config.instances)
     patches.check_vllm()
     _fit(args, config)
+    args.api_key = [*(args.api_key or [envs.VLLM_API_KEY or ""]), *config.api_keys]
     validate_parsed_serve_args(args)
     client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s)
     patches.install_fleet_client(lambda _: client)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from dynaserve.errors import ConfigError
 from vllm_plugin.fleet_client import FleetClient
@@ -74,7 +75,7 @@ class FrontendEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        router = APIRouter(tags=["DynaServe"])
+        router = APIRouter(tags=["DynaServe"], dependencies=[Depends(_check_key)])
 
         @router.get("/dynaserve/requests/{request_id}", summary="Where a request was cut, and what each instance did")
         async def requests(request_id: str, request: Request) -> RequestAnswer:
@@ -137,6 +138,8 @@ class FrontendEndpoint:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.dynaserve = engine_client.engine_core
+        keys = [key for key in args.api_key if key]
+        state.dynaserve_keys = AuthenticationMiddleware(APIRouter(), keys) if keys else None
 
 
 class RetryAfter:
@@ -152,6 +155,13 @@ class RetryAfter:
             await send(message)
 
         await self.app(scope, receive, send_with_header)
+
+
+def _check_key(request: Request) -> None:
+    """vLLM's own check, which guards /v1 only."""
+    keys: AuthenticationMiddleware | None = request.app.state.dynaserve_keys
+    if keys is not None and not keys.verify_token(request.headers):
+        raise HTTPException(401, "Unauthorized")
 
 
 def _client(request: Request) -> FleetClient:
