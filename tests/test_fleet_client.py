@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from dynaserve.admission import Admission
+from dynaserve.errors import Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
 from dynaserve.kv_transfer.transport import WorkerEndpoint
@@ -72,14 +75,15 @@ class Fleet:
         return output
 
 
-def run(scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+def run(scenario: Callable[[Fleet], Awaitable[None]], most_waiting: float = math.inf) -> None:
     async def with_fleet() -> None:
         context = zmq.asyncio.Context()
         gateways = {name: Gateway() for name in NAMES}
         for gateway in gateways.values():
             gateway.start(context)
         placer = RequestPlacer(GlobalScheduler(Options(Policy.colocated)), LengthPredictor())
-        client = FleetClient([Instance(name, described(name, gateway)) for name, gateway in gateways.items()], placer, "torch")
+        instances = [Instance(name, described(name, gateway)) for name, gateway in gateways.items()]
+        client = FleetClient(instances, placer, "torch", admission=Admission(most_waiting))
         try:
             await client.connect()
             client.watch()
@@ -155,3 +159,15 @@ def test_a_client_that_leaves_ends_every_attempt() -> None:
         await until(lambda: any(isinstance(m, Abort) and goes_on.request_id in m.request_ids for m in fleet.gateways[second].heard))
 
     run(scenario)
+
+
+def test_a_full_fleet_refuses_before_a_request_costs_anything() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        name = await fleet.start("r")
+        with pytest.raises(Overloaded, match="1 requests wait for their first token, and at most 1 may"):
+            fleet.client.admit(10, {}, 20)
+        await fleet.sample(name, fleet.runs(name, "r")[0].request_id, [7])
+        await fleet.output()
+        fleet.client.admit(10, {}, 20)
+
+    run(scenario, most_waiting=1)

@@ -14,14 +14,14 @@ from dynaserve.fleet import Instance, check_profile, profile_key
 from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
-from dynaserve.messages import InstanceDescription, Load, MeasuredStep
+from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RunningRequest
 from dynaserve.serve import make_placer
 from dynaserve.step_latency import ProfileTable, Roofline
 
 ROOFLINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=128.0, pair_ms=1e-6, decode_ms=0.05, context_ms=1e-4)
 DESCRIPTION = InstanceDescription(
-    protocol_version=2,
+    protocol_version=PROTOCOL_VERSION,
     instance_epoch="e",
     gateway="tcp://127.0.0.1:1",
     model="m",

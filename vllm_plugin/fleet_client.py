@@ -24,7 +24,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynaserve.errors import BadRequest, NoInstance
+from dynaserve.admission import Admission
+from dynaserve.errors import NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
 from dynaserve.global_scheduler import PlacementReason
@@ -72,15 +73,11 @@ from vllm_plugin.failover import Failover, Live
 from vllm_plugin.orphans import PATIENCE_S, Orphans
 from vllm_plugin.outputs import resumed, translated
 from vllm_plugin.requests import (
-    CHUNKED_ARG,
-    EXPECTED_ARG,
-    SPLIT_ARG,
-    TBT_ARG,
-    TRANSPORT_ARG,
+    BEST_EFFORT_ARG,
     TTFT_ARG,
     CutRequest,
     cache_key,
-    is_slo_ms,
+    check_extra_args,
     why_whole,
 )
 
@@ -88,6 +85,7 @@ logger = logging.getLogger("vllm.dynaserve.frontend")
 
 REQUESTS = Counter("dynaserve_requests", "Sequences by whether and where they were cut, and why or why not.", ["cut", "kind", "reason"])
 REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
+REFUSED = Counter("dynaserve_requests_refused", "Requests that were answered 429, by what they would have waited in or for.", ["by"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
 PLACING = Histogram(
@@ -116,12 +114,20 @@ class FleetClient(Failover):
     All methods run in one event loop. timeout_s: most time for a request, from its arrival to its end.
     """
 
-    def __init__(self, instances: Sequence[Instance], placer: RequestPlacer, transport: str, timeout_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        placer: RequestPlacer,
+        transport: str,
+        timeout_s: float = math.inf,
+        admission: Admission | None = None,
+    ) -> None:
         self.book = RecordBook()
         self.frontend_id = uuid.uuid4().hex
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self._placer = placer
+        self._admission = admission or Admission()
         self._transport = transport
         self._live = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
@@ -148,30 +154,22 @@ class FleetClient(Failover):
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
     def admit(self, prompt_tokens: int | None, extra_args: dict[str, Any], max_tokens: int) -> None:
-        """Raises BadRequest or NoInstance before the request costs anything."""
-        if self._links.deserted_s(time.monotonic()) > PATIENCE_S:
+        """Raises BadRequest, NoInstance or Overloaded before the request costs anything."""
+        now_s = time.monotonic()
+        if self._links.deserted_s(now_s) > PATIENCE_S:
             raise NoInstance("no instance of the fleet is alive")
-        split = extra_args.get(SPLIT_ARG)
-        end = (prompt_tokens or 0) + max_tokens
-        if split is not None and not (isinstance(split, int) and 0 <= split <= end):
-            raise BadRequest(
-                f"{SPLIT_ARG} is {split!r}, not a token index in [0, {end}] "
-                f"({prompt_tokens} prompt tokens and at most {max_tokens} output tokens)"
-            )
-        wanted = extra_args.get(TRANSPORT_ARG)
-        offered = next(iter(self.instances.values())).description.workers[0].endpoint.transports
-        if wanted is not None and not (isinstance(wanted, str) and wanted in offered):
-            raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
-        chunked = extra_args.get(CHUNKED_ARG, 1)
-        if chunked not in (0, 1):
-            raise BadRequest(f"{CHUNKED_ARG} is {chunked!r}, not 0 or 1")
-        expected = extra_args.get(EXPECTED_ARG)
-        if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or expected < 1):
-            raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0")
-        for name in (TBT_ARG, TTFT_ARG):
-            slo_ms = extra_args.get(name)
-            if slo_ms is not None and not is_slo_ms(slo_ms):
-                raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
+        check_extra_args(
+            extra_args, prompt_tokens, max_tokens, next(iter(self.instances.values())).description.workers[0].endpoint.transports
+        )
+        slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
+        if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
+            REFUSED.labels(refusal.kind).inc()
+            raise Overloaded(refusal.reason, refusal.retry_after_s)
+
+    @property
+    def retry_after_s(self) -> float:
+        """When who is refused now should ask again."""
+        return self._admission.drained_s(time.monotonic())
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         cut = CutRequest.of(request)
@@ -204,10 +202,12 @@ class FleetClient(Failover):
         self.book.add(flow.record)
         live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
+        self._admission.arrived(request.request_id, cut.prompt_tokens, live.arrived_s)
         try:
             await self._carry_out(live, flow.start())
         except BaseException:
             self._live.pop(request.request_id)
+            self._admission.left(request.request_id, time.monotonic())
             self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
             raise
 
@@ -341,6 +341,8 @@ class FleetClient(Failover):
             self._placer.parked(live.internal_id, event.computed_tokens, 1e3 * time.monotonic())
         if live.flow.state is State.WHOLE and not was_whole:
             self._placer.recut(live.internal_id, None, 1e3 * time.monotonic())
+        if isinstance(event, Tokens):
+            self._admission.answered(live.internal_id, time.monotonic())
         forward = await self._carry_out(live, instructions)
         self._close_if_over(live)
         return forward
@@ -353,6 +355,7 @@ class FleetClient(Failover):
 
     def _account(self, live: Live) -> None:
         """Of a request that is over. A stop string is the front-end's: it reaches the instances as an abort, and teaches no length."""
+        self._admission.left(live.internal_id, time.monotonic())
         record = live.flow.record
         ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())

@@ -29,7 +29,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from dynaserve import fleet, length_predictor
-from dynaserve.errors import BadRequest, ConfigError, NoInstance
+from dynaserve.admission import Admission
+from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
@@ -50,7 +51,7 @@ class FleetLLM(AsyncLLM):
             client.admit(prompt_tokens, sampling_params.extra_args or {}, max_tokens)
         except BadRequest as error:
             raise VLLMValidationError(str(error)) from error
-        except NoInstance as error:
+        except (NoInstance, Overloaded) as error:
             raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
         stream: AsyncGenerator[RequestOutput, None] = super().generate(prompt, sampling_params, request_id, **kwargs)
         return stream
@@ -85,7 +86,7 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     _fit(args, config)
     args.api_key = [*(args.api_key or [envs.VLLM_API_KEY or ""]), *config.api_keys]
     validate_parsed_serve_args(args)
-    client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s)
+    client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting))
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(FrontendEndpoint)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-RETRY_AFTER_S = b"1"
+LEAST_RETRY_S, MOST_RETRY_S = 1, 60
 
 
 @dataclass
@@ -151,7 +152,9 @@ class RetryAfter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_header(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in (429, 503):
-                message["headers"] = [*message.get("headers", ()), (b"retry-after", RETRY_AFTER_S)]
+                client: FleetClient = scope["app"].state.dynaserve
+                wait_s = min(max(math.ceil(client.retry_after_s), LEAST_RETRY_S), MOST_RETRY_S)
+                message["headers"] = [*message.get("headers", ()), (b"retry-after", str(wait_s).encode())]
             await send(message)
 
         await self.app(scope, receive, send_with_header)
