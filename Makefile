@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-fast test-cpp check format stubs bench-batching bench-decide bench-fidelity bench-handoff bench-idle bench-predictor bench-scheduler clean runtime dev
+.PHONY: help demo up soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-decide bench-fidelity bench-handoff bench-idle bench-predictor bench-scheduler clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -26,6 +26,9 @@ test-cpp: dev ## run the tests of the C++ core under the address and undefined-b
 
 soak: dev  ## thousands of random requests over a fleet with little memory (REQUESTS=3000, SEED=n): no token may differ
 	$(BIN)/python -m tests.e2e.soak $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
+
+test-chaos: dev ## instances are killed, stopped and started anew under load (ROUNDS=10, REQUESTS=200, SEED=n): no token may differ
+	$(BIN)/python -m tests.e2e.chaos $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
 check: dev ## formatting, lint, types, layering
 	$(BIN)/ruff format --check .

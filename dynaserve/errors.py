@@ -3,6 +3,7 @@
 DynaServeError
 ├── ConfigError        a command cannot start as asked (exit status 2)
 ├── BadRequest         the request can never run as asked (HTTP 400)
+├── Overloaded         the fleet cannot answer in time (HTTP 429)
 └── NoInstance         no instance takes new work (HTTP 503)
 """
 
@@ -23,6 +24,16 @@ class BadRequest(DynaServeError):
     """A value in the request is outside its range."""
 
     status = 400
+
+
+class Overloaded(DynaServeError):
+    """Too many wait already, or the first token would come too late. retry_after_s: when to ask again."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NoInstance(DynaServeError):

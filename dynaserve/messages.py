@@ -11,26 +11,42 @@ import msgspec
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a front-end; `frontend_id` is new at every start."""
+    """First message of a front-end on a new connection; `frontend_id` is new at every start of it.
+
+    session: grows with every connection of this front-end; what ran for an earlier one is aborted.
+    """
 
     frontend_id: str
     protocol_version: int = PROTOCOL_VERSION
+    session: int = 0
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The front-end lives. What runs for one that is silent for too long is aborted."""
+
+
+class SenderLost(msgspec.Struct, frozen=True, tag=True):
+    """The instance of these workers is dead: end all transfers from and to them that can be ended."""
+
+    worker_ids: list[str]
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
     """Run this request; stop at `hand_off_at` computed tokens and keep its blocks (None: run to the end). + engine frames.
 
     transfer_id: names the KV transfer to the beta; None where there is none. chunked: send KV while computing, not at the end.
+    output_token_ids: what another instance, lost since, has sampled: they are computed anew, as output, and not told again.
     """
 
     request_id: str
     hand_off_at: int | None = None
     transfer_id: str | None = None
     chunked: bool = True
+    output_token_ids: list[int] = []
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
@@ -91,7 +107,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front-end is leaving: abort everything of its."""
 
 
-ToInstance = Hello | Run | Announce | Continue | Move | Release | Abort | AddLora | Bye
+ToInstance = Hello | Alive | SenderLost | Run | Announce | Continue | Move | Release | Abort | AddLora | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -204,6 +220,33 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     instance_epoch: str
 
 
+class Pulse(msgspec.Struct, frozen=True):
+    """A sign of life of the engine core, from a thread beside its steps.
+
+    number: of this pulse. step: how many have begun. step_running_s: since when the one in progress runs; None: none does.
+    step_predicted_ms: how long it is expected to take, where a latency profile knows.
+    """
+
+    number: int
+    step: int = 0
+    step_running_s: float | None = None
+    step_predicted_ms: float | None = None
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life of the API process. pulse: the newest of its engine core; None: none has come yet.
+
+    draining: the instance finishes what it runs and takes nothing new.
+    """
+
+    pulse: Pulse | None
+    draining: bool = False
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """The front-end is not known, or was silent for too long: nothing runs for it any more. It may say hello anew."""
+
+
 class LoraAdded(msgspec.Struct, frozen=True, tag=True):
     """error: why the adapter is not loaded; None: it is."""
 
@@ -211,7 +254,7 @@ class LoraAdded(msgspec.Struct, frozen=True, tag=True):
     error: str | None
 
 
-FromInstance = Step | Welcome | LoraAdded
+FromInstance = Step | Welcome | Beat | Dropped | LoraAdded
 
 
 class WorkerDescription(msgspec.Struct, frozen=True):

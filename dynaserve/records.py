@@ -9,12 +9,27 @@ from typing import Any
 
 @dataclass
 class MicroRecord:
-    """One micro-request. computed_tokens: run through the model, repeats included. cached_tokens: prefix-cache hits."""
+    """One micro-request. computed_tokens: run through the model, repeats included. cached_tokens: prefix-cache hits.
+
+    lost: its instance has died, and never tells what it has computed.
+    """
 
     instance: str
     computed_tokens: int | None = None
     cached_tokens: int = 0
     output_tokens: int = 0
+    lost: bool = False
+
+
+@dataclass
+class LostAttempt:
+    """A request that had to go on elsewhere: why, with how many tokens, when, and what of it had been where."""
+
+    reason: str
+    output_tokens: int
+    at_ms: float
+    alpha: MicroRecord | None
+    beta: MicroRecord | None
 
 
 @dataclass
@@ -57,6 +72,7 @@ class RequestRecord:
     alpha: MicroRecord | None = None
     beta: MicroRecord | None = None
     kv: KvRecord | None = None
+    lost_attempts: list[LostAttempt] = field(default_factory=list)
     expected: dict[str, Any] = field(default_factory=dict)
     revisions: list[dict[str, Any]] = field(default_factory=list)
     timeline_ms: dict[str, float] = field(default_factory=dict)
@@ -64,13 +80,17 @@ class RequestRecord:
     def mark(self, phase: str, now_ms: float) -> None:
         self.timeline_ms.setdefault(phase, round(now_ms, 3))
 
+    def lose(self, reason: str, now_ms: float) -> None:
+        """The request has lost an instance that it needs; alpha and beta are from now on those of its next attempt."""
+        self.lost_attempts.append(LostAttempt(reason, self.output_tokens, round(now_ms, 3), self.alpha, self.beta))
+
     @property
     def recomputed_tokens(self) -> int | None:
         """Tokens that ran through a model more often than an uncut run needs; None until both sides have ended."""
         parts = [micro for micro in (self.alpha, self.beta) if micro is not None]
-        if not self.output_tokens or any(micro.computed_tokens is None for micro in parts):
+        unknown = self.lost_attempts or any(micro.computed_tokens is None for micro in parts)
+        if not self.output_tokens or unknown or self.alpha is None:
             return None
-        assert self.alpha is not None
         needed = self.prompt_tokens + self.output_tokens - 1 - self.alpha.cached_tokens
         return sum(micro.computed_tokens or 0 for micro in parts) - needed
 

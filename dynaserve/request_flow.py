@@ -5,6 +5,11 @@
       |                    |
       +--------------------+--Refused, Revoked, Lifted, lift()--> WHOLE (the alpha finishes alone)
 
+    any, when the instance that it needs has died --> ORPHANED --place_again()--> WHOLE, elsewhere
+
+An orphaned request goes on with the tokens that the client has: another instance computes prompt and tokens anew.  A beta
+whose alpha has died goes on with the KV that has arrived. What dies when is tabulated in docs/failures.md.
+
 `Parked` says where the alpha stopped: the hand-off point may have been moved up to then.
 
 Pure: no sockets, no clock, no engine.  `vllm_plugin.fleet_client` carries the instructions out.
@@ -29,6 +34,7 @@ class State(enum.Enum):
     ALPHA = "alpha"
     HANDING_OVER = "handing_over"
     BETA = "beta"
+    ORPHANED = "orphaned"
     FINISHED = "finished"
 
 
@@ -52,13 +58,28 @@ class ClientGone:
     """The client left, or a stop string ended the request in the front-end."""
 
 
-Event = Tokens | Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended | ClientGone
+@dataclass(frozen=True, slots=True)
+class InstanceDied:
+    """Nothing of this instance is heard any more, nor will be in this life.
+
+    may_write: it might still write KV that was granted to it (a one-sided transport): what has arrived cannot be used yet.
+    """
+
+    instance_id: str
+    reason: str
+    may_write: bool = False
+
+
+Event = Tokens | Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended | ClientGone | InstanceDied
 
 
 @dataclass(frozen=True, slots=True)
 class SendRun:
+    """output_token_ids: sampled elsewhere, to be computed anew."""
+
     instance_id: str
     hand_off_at: int | None
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +126,20 @@ class Fail:
     reason: str
 
 
-Instruction = SendRun | SendAnnounce | SendContinue | SendMove | SendRelease | SendAbort | Forward | Fail
+@dataclass(frozen=True, slots=True)
+class PlaceAgain:
+    """Find another instance and call `place_again`, or end the request with `give_up` if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """End the client's request with this HTTP status; the sentence is for the client."""
+
+    reason: str
+    status: int
+
+
+Instruction = PlaceAgain | Unavailable | SendRun | SendAnnounce | SendContinue | SendMove | SendRelease | SendAbort | Forward | Fail
 
 
 @dataclass
@@ -121,6 +155,8 @@ class RequestFlow:
     released: bool = False
     live: set[Side] = field(default_factory=set)
     """Micro-requests that an instance still knows of."""
+    attempt: int = 0
+    """Grows when the request is placed again; what is said of an earlier attempt is not meant."""
 
     def start(self) -> list[Instruction]:
         alpha, beta = self.placement.alpha, self.placement.beta
@@ -169,10 +205,14 @@ class RequestFlow:
                 return self._on_ended(side, event, now_ms)
             case ClientGone():
                 return self._finish(None, now_ms)
+            case InstanceDied():
+                return self._on_died(event, now_ms)
 
     def _on_tokens(self, side: Side, tokens: Tokens, now_ms: float) -> list[Instruction]:
         if tokens.finish_reason in ENGINE_GAVE_UP:
             self.live.discard(side)
+        if tokens.finish_reason == "abort":
+            return self._on_aborted(side, now_ms)
         expected = Side.BETA if self.state in (State.HANDING_OVER, State.BETA) else Side.ALPHA
         if self.state is State.FINISHED or side is not expected:
             return []  # late tokens of a micro-request that was released or aborted
@@ -262,8 +302,8 @@ class RequestFlow:
         """Whatever the beta has done since its `Continue` is not used: the alpha computes the same tokens."""
         if self.state not in (State.ALPHA, State.HANDING_OVER):
             return []
-        if Side.ALPHA not in self.live:  # it ended because the beta had everything, and now the beta is gone
-            return [*self._finish("error", now_ms), Fail(reason)]
+        if Side.ALPHA not in self.live:  # it died, or ended because the beta had everything; and now the beta is gone
+            return self._orphan(reason, now_ms)
         self._to_whole(reason, now_ms)
         return [SendMove(Side.ALPHA, self.placement.alpha.instance_id, None), *self._abort_beta()]
 
@@ -280,6 +320,86 @@ class RequestFlow:
 
     def _abort_beta(self) -> list[Instruction]:
         return [SendAbort(self._micro(Side.BETA).instance)] if Side.BETA in self.live else []
+
+    # -- instances that die --------------------------------------------------------------------------------------------
+
+    def _on_died(self, died: InstanceDied, now_ms: float) -> list[Instruction]:
+        lost = {side for side, micro in self._micros().items() if micro.instance == died.instance_id and side in self.live}
+        for side in lost:
+            self._micro(side).lost = True
+        self.live -= lost
+        reason = f"instance {died.instance_id} was lost: {died.reason}"
+        match self.state:
+            case State.WHOLE if Side.ALPHA in lost:
+                return self._orphan(reason, now_ms)
+            case State.BETA if Side.BETA in lost:
+                return self._orphan(reason, now_ms)
+            case State.ALPHA | State.HANDING_OVER if Side.BETA in lost:
+                return self._lift(reason, now_ms)
+            case State.ALPHA | State.HANDING_OVER if Side.ALPHA in lost and died.may_write:
+                return self._orphan(reason, now_ms)
+            case State.ALPHA if Side.ALPHA in lost:
+                return self._continue_without_alpha(reason, now_ms)
+            case _:  # nobody needs it any more; a beta that was told to continue does so with what has arrived
+                return []
+
+    def _on_aborted(self, side: Side, now_ms: float) -> list[Instruction]:
+        """Nobody here has asked for it: an engine that is told to stop aborts what it runs (vLLM's `EngineCore._handle_shutdown`)."""
+        reason = f"instance {self._micro(side).instance} has aborted it"
+        match self.state:
+            case State.ALPHA | State.HANDING_OVER if side is Side.BETA:
+                return self._lift(reason, now_ms)
+            case State.WHOLE | State.ALPHA | State.HANDING_OVER if side is Side.ALPHA:
+                return self._orphan(reason, now_ms)
+            case State.BETA if side is Side.BETA:
+                return self._orphan(reason, now_ms)
+            case _:
+                return []
+
+    def _continue_without_alpha(self, reason: str, now_ms: float) -> list[Instruction]:
+        """The beta begins where the tokens that the client has end, from the KV that has arrived."""
+        split, prompt = self.record.split_token, self.record.prompt_tokens
+        assert split is not None
+        tokens = len(self.output_token_ids)
+        hand_off_at = prompt + tokens - 1 if tokens else min(split, prompt - 1)
+        if not self.granted or hand_off_at < 1:
+            return self._orphan(reason, now_ms)
+        self.parked_at = hand_off_at
+        self.record.mark("alpha_lost", now_ms)
+        return self._continue_if_ready(now_ms)
+
+    def _orphan(self, reason: str, now_ms: float) -> list[Instruction]:
+        """What is left of this attempt ends."""
+        aborts: list[Instruction] = [SendAbort(self._micro(side).instance) for side in Side if side in self.live]
+        self.record.lose(reason, now_ms)
+        self.live.clear()
+        self.attempt += 1
+        self.state = State.ORPHANED
+        self.granted, self.parked_at, self.released = False, None, False
+        return [*aborts, PlaceAgain()]
+
+    def place_again(self, placement: Placement, now_ms: float) -> list[Instruction]:
+        """The orphaned request goes on there, uncut."""
+        assert self.state is State.ORPHANED
+        self.placement = placement
+        self.state = State.WHOLE
+        self.live.add(Side.ALPHA)
+        name = placement.alpha.instance_id
+        self.record.alpha, self.record.beta = MicroRecord(name), None
+        self.record.mark("placed_again", now_ms)
+        return [SendRun(name, None, tuple(self.output_token_ids))]
+
+    def give_up(self, reason: str, status: int, now_ms: float) -> list[Instruction]:
+        """Nobody takes the orphaned request, or it takes too long."""
+        if self.state is State.FINISHED:
+            return []
+        return [*self._finish("error", now_ms), Unavailable(reason, status)]
+
+    def _micros(self) -> dict[Side, MicroRecord]:
+        micros = {Side.ALPHA: self.record.alpha, Side.BETA: self.record.beta}
+        return {side: micro for side, micro in micros.items() if micro is not None}
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def _on_moved(self, moved: Moved, now_ms: float) -> None:
         kv = self.record.kv

@@ -99,18 +99,23 @@ class RequestPlacer:
     _caches: dict[str, CachedPrefixes] = field(default_factory=dict)
     _block_size: int = 1
 
-    def observe(self, instance_id: str, description: InstanceDescription) -> None:
-        """Adds an instance, with the limits that it describes."""
+    def observe(self, instance_id: str, description: InstanceDescription, *, accepts_new: bool = True) -> None:
+        """Adds an instance, with the limits that it describes, or says whether it takes new requests."""
         limits = InstanceLimits(
             max_requests=description.max_num_seqs,
             max_step_tokens=description.max_num_batched_tokens,
             kv_tokens=description.num_blocks * description.block_size,
             step_ms=self.tbt_slo_ms * self.step_share,
         )
-        self.scheduler.observe(InstanceState(instance_id, limits=limits))
-        if self.predicts and description.prefix_caching:
+        self.scheduler.observe(InstanceState(instance_id, accepts_new, limits))
+        if self.predicts and description.prefix_caching and instance_id not in self._caches:
             self._caches[instance_id] = CachedPrefixes(description.num_blocks)
             self._block_size = description.block_size
+
+    def remove(self, instance_id: str) -> None:
+        """The instance takes nothing any more; what is placed on it stays so until it is finished, or placed again."""
+        self.scheduler.remove(instance_id)
+        self._caches.pop(instance_id, None)
 
     def place(self, facts: RequestFacts, now_ms: float) -> Decision | None:
         """None: no instance takes new requests. Raises ValueError as the scheduler's `place`."""
@@ -156,6 +161,28 @@ class RequestPlacer:
         """Until a placed request ends, if nothing else comes; None under policies that do not predict."""
         end_ms = self.scheduler.predict_end_ms(request_id, now_ms)
         return None if end_ms is None else end_ms - now_ms
+
+    def place_again(self, request_id: str, output_tokens: int, now_ms: float) -> Placement | None:
+        """A request that has lost its instance after `output_tokens` of its answer: where it runs whole, as what is left of it.
+
+        None: no instance takes it; it may be asked for again. Raises KeyError for a request that is not placed.
+        """
+        query = self._queries[request_id]
+        self.scheduler.finish(request_id, now_ms)
+        forecast = self.lengths.predict(query, output_tokens)
+        left = max(0, query.max_tokens - output_tokens)
+        expected = max(0, forecast.expected_tokens - output_tokens) if self.predicts else left
+        return self.scheduler.place(
+            RequestSpec(
+                request_id=request_id,
+                prompt_tokens=query.prompt_tokens + output_tokens,
+                max_output_tokens=left,
+                expected_output_tokens=min(expected, left),
+                may_cut=False,
+                slo=Slo(ttft_ms=self.ttft_slo_ms, tbt_ms=self.tbt_slo_ms),
+            ),
+            now_ms,
+        )
 
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""

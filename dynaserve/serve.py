@@ -19,6 +19,7 @@ from dynaserve.request_placer import RequestPlacer, step_share
 
 ENGINE = "vllm_plugin.frontend:serve"
 """The OpenAI server, by import string: this package does not import the engine's."""
+MOST_WAITING = 4096
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class FrontendConfig:
     placer: RequestPlacer
     transport: str
     length_history: Path | None = None
+    request_timeout_s: float = math.inf
+    api_keys: tuple[str, ...] = ()
+    most_waiting: int = MOST_WAITING
 
 
 def add_arguments(parser: Any) -> None:
@@ -42,6 +46,22 @@ def add_arguments(parser: Any) -> None:
     group.add_argument("--length-history", type=Path, metavar="FILE", help="keeps the learnt lengths of answers for the next start")
     group.add_argument("--fleet-tbt-slo-ms", type=float, default=100.0, help="for requests that name none (default: %(default)s)")
     group.add_argument("--fleet-ttft-slo-ms", type=float, default=math.inf, help="for requests that name none (default: none)")
+    group.add_argument(
+        "--request-timeout-s", type=float, default=math.inf, help="end a request with HTTP 504 after this time (default: never)"
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=int,
+        default=MOST_WAITING,
+        metavar="N",
+        help="requests that may wait for their first token; more are answered 429 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="keys beside those of --api-key, one a line; each opens /v1 and /dynaserve, and nothing opens them without one",
+    )
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
 
@@ -54,14 +74,30 @@ def configure(argv: list[str]) -> FrontendConfig:
         policy = parse_policy(args.policy, len(args.instances))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name in ("fleet_tbt_slo_ms", "fleet_ttft_slo_ms"):
+    for name, unit in (("fleet_tbt_slo_ms", "milliseconds"), ("fleet_ttft_slo_ms", "milliseconds"), ("request_timeout_s", "seconds")):
         if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of milliseconds above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of {unit} above 0")
+    if args.max_waiting < 1:
+        raise ConfigError(f"--max-waiting is {args.max_waiting}, not a number of requests above 0")
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
+    api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
     instances = fleet.join(args.instances)
     if predicts(policy.policy):
         fleet.check_profile(args.latency_profile, instances)
-    return FrontendConfig(instances, placer, fleet.choose_transport(instances, args.transport), args.length_history)
+    transport = fleet.choose_transport(instances, args.transport)
+    return FrontendConfig(instances, placer, transport, args.length_history, args.request_timeout_s, api_keys, args.max_waiting)
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """One key a line; empty lines and those that begin with # are none. Raises ConfigError where there is no key."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} has no key")
+    return keys
 
 
 def make_placer(policy: Options, profile: Path | None, history: Path | None, tbt_slo_ms: float, ttft_slo_ms: float) -> RequestPlacer:

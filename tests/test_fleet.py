@@ -8,7 +8,7 @@ import pytest
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance, check
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.messages import InstanceDescription, WorkerDescription
+from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, WorkerDescription
 from tests.test_request_placer import DESCRIPTION
 
 
@@ -30,7 +30,7 @@ def test_equal_instances_fit_together() -> None:
         (describe(tensor_parallel_size=2), "tensor_parallel_size differs: http://a has 1, http://b has 2"),
         (describe(dtype="bfloat16"), "dtype differs: http://a has float32, http://b has bfloat16"),
         (describe(kv_layout="3 layers"), "KV layout differs: http://a has 2 layers; http://b has 3 layers"),
-        (describe(protocol_version=99), "instance http://b speaks protocol 99, this front-end 2"),
+        (describe(protocol_version=99), f"instance http://b speaks protocol 99, this front-end {PROTOCOL_VERSION}"),
     ],
 )
 def test_one_that_does_not_fit_is_refused_with_both_values(other: InstanceDescription, sentence: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from dynaserve.kv_transfer.agent import TransferReport
+from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.sender import Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
@@ -371,3 +371,20 @@ def test_an_alpha_that_is_preempted_before_computes_again_and_stops_again(instan
     instance.steps_until(instance.parked)
     assert len(instance.events(Parked)) == 2
     instance.finish("a")
+
+
+def test_a_request_of_a_lost_instance_goes_on_after_its_tokens(instance: Instance) -> None:
+    plan = Plan("whole", output_token_ids=[7] * 25)
+    instance.engine.add("w", 100, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    request = instance.scheduler.requests["w"]
+    assert (request.num_prompt_tokens, request.num_output_tokens, request.num_computed_tokens) == (100, 25, 0)
+    instance.finish()
+    assert len(instance.engine.token_times_s["w"]) == 15
+    assert instance.events(Ended) == [Ended("w", 100 + 40 - 1, 0)]
+
+
+def test_a_lost_peer_is_told_to_every_worker(instance: Instance) -> None:
+    instance.scheduler.peers_lost(["x", "y"])
+    assert instance.scheduler.micro.has_messages
+    instance.step()
+    assert instance.commands == [PeerLost("x"), PeerLost("y")]

@@ -15,6 +15,8 @@ FORBIDDEN = {
     "dynaserve/kv_transfer/sender.py": ("zmq", "torch", "asyncio", "time"),
     "dynaserve/kv_transfer/receiver.py": ("zmq", "torch", "asyncio", "time"),
     "dynaserve/request_flow.py": ("zmq", "asyncio", "time", "httpx"),
+    "dynaserve/liveness.py": ("zmq", "asyncio", "time", "httpx"),
+    "dynaserve/frontend_sessions.py": ("zmq", "asyncio", "time", "httpx"),
     "vllm_plugin/micro_requests.py": ("vllm", "zmq", "torch", "asyncio", "time"),
     "workloads": ("dynaserve", "vllm", "vllm_plugin"),
 }

@@ -15,6 +15,7 @@ from dynaserve.request_flow import (
     Fail,
     Forward,
     Instruction,
+    PlaceAgain,
     RequestFlow,
     SendAbort,
     SendAnnounce,
@@ -180,11 +181,11 @@ def test_an_alpha_may_end_when_beta_has_everything() -> None:
     assert flow.over
 
 
-def test_a_request_that_both_instances_have_lost_fails() -> None:
+def test_a_request_that_both_instances_have_given_up_is_placed_again() -> None:
     flow = running(cut_flow())
     tell(flow, BETA, Granted("r", 0))
     tell(flow, ALPHA, Parked("r", 105), Ended("r", 105, 0))
-    assert [type(i) for i in tell(flow, BETA, Revoked("r", "gone"))] == [SendAbort, Fail]
+    assert [type(i) for i in tell(flow, BETA, Revoked("r", "gone"))] == [SendAbort, PlaceAgain]
 
 
 def test_an_instance_that_drops_a_request_fails_it() -> None:

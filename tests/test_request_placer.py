@@ -14,14 +14,14 @@ from dynaserve.fleet import Instance, check_profile, profile_key
 from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
-from dynaserve.messages import InstanceDescription, Load, MeasuredStep
+from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RunningRequest
 from dynaserve.serve import make_placer
 from dynaserve.step_latency import ProfileTable, Roofline
 
 ROOFLINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=128.0, pair_ms=1e-6, decode_ms=0.05, context_ms=1e-4)
 DESCRIPTION = InstanceDescription(
-    protocol_version=2,
+    protocol_version=PROTOCOL_VERSION,
     instance_epoch="e",
     gateway="tcp://127.0.0.1:1",
     model="m",
@@ -192,3 +192,36 @@ def test_a_profile_of_something_else_is_refused_with_the_field(field: str, value
 def test_a_history_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
     placer = make_placer(parse_policy("colocated"), None, tmp_path / "new.json", 100.0, 1000.0)
     assert placer.lengths.groups == {}
+
+
+@pytest.mark.parametrize("policy", [Policy.colocated, Policy.dynamic])
+def test_a_request_that_has_lost_its_instance_runs_whole_elsewhere_as_what_is_left_of_it(policy: Policy) -> None:
+    placer = placer_of(policy)
+    lost = placed(placer, facts()).placement.alpha.instance_id
+    placer.remove(lost)
+    again = placer.place_again("r", 20, 10.0)
+    assert again is not None
+    assert again.beta is None
+    assert again.alpha.instance_id != lost
+    assert again.alpha.end_token <= 500 + 200
+    placer.finish("r", 40, 20.0)
+    placer.scheduler.check_invariants()
+    assert sum(placer.scheduler.reserved_tokens(name) for name in ("a", "b")) == 0
+
+
+def test_a_request_that_nobody_takes_may_be_placed_later() -> None:
+    placer = placer_of(Policy.colocated)
+    placed(placer, facts())
+    for name in ("a", "b"):
+        placer.remove(name)
+    assert placer.place_again("r", 5, 10.0) is None
+    placer.observe("b", DESCRIPTION)
+    again = placer.place_again("r", 5, 20.0)
+    assert again is not None
+    assert again.alpha.instance_id == "b"
+
+
+def test_an_instance_that_takes_nothing_new_gets_nothing() -> None:
+    placer = placer_of(Policy.colocated)
+    placer.observe("a", DESCRIPTION, accepts_new=False)
+    assert {placed(placer, facts(str(n))).placement.alpha.instance_id for n in range(4)} == {"b"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.lora.request import LoRARequest
@@ -29,26 +29,44 @@ class AdapterLoader:
     """The front-end's side. send: carries a message to an instance."""
 
     send: Callable[[str, AddLora], Awaitable[None]]
+    loaded: dict[int, AddLora] = field(default_factory=dict)
+    """What every instance has, or is told when it comes back."""
     pending: dict[tuple[str, int], asyncio.Future[str | None]] = field(default_factory=dict)
 
     async def load(self, lora: LoRARequest, instances: Iterable[str]) -> None:
         """Returns when every instance has it. Raises ValueError, which names the instances that cannot load it and why."""
         number = adapter_id(lora.lora_name, lora.lora_path)
         message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace)
+        faults = await self._ask(message, list(instances))
+        if faults:
+            raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
+        self.loaded[number] = message
+
+    async def load_all(self, instance: str) -> list[str]:
+        """Tells an instance that has come back what the others have. Returns why it cannot load it; empty: it has everything."""
+        return [fault for message in list(self.loaded.values()) for fault in await self._ask(message, [instance])]
+
+    async def _ask(self, message: AddLora, instances: Sequence[str]) -> list[str]:
+        number = message.lora_int_id
         answers = {name: self.pending.setdefault((name, number), asyncio.get_running_loop().create_future()) for name in instances}
         for name in answers:
             await self.send(name, message)
-        _, missing = await asyncio.wait(answers.values(), timeout=_LOAD_TIMEOUT_S)
+        missing = (await asyncio.wait(answers.values(), timeout=_LOAD_TIMEOUT_S))[1] if answers else ()
         faults = []
         for name, answer in answers.items():
             self.pending.pop((name, number), None)
             fault = f"no answer for {_LOAD_TIMEOUT_S:g} s" if answer in missing else answer.result()
             if fault is not None:
                 faults.append(f"{name}: {fault}")
-        if faults:
-            raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
+        return faults
 
     def answered(self, instance: str, answer: LoraAdded) -> None:
         pending = self.pending.get((instance, answer.lora_int_id))
         if pending is not None and not pending.done():
             pending.set_result(answer.error)
+
+    def lost(self, instance: str) -> None:
+        """Nobody waits for an instance that has died: it is told again when it comes back."""
+        for name, number in list(self.pending):
+            if name == instance:
+                self.answered(instance, LoraAdded(number, None))

@@ -199,7 +199,7 @@ class BetaScheduler(Scheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         micro = self.micro.betas.get(request.request_id)
         if micro is None:
-            return bool(super()._handle_blocked_waiting_request(request))
+            return self._handle_blocked_whole(request)
         if not self.can_resume(request, micro):
             return False
         # By the workers' reports of arrived blocks, a step earlier than by vLLM's own report of a finished transfer.
@@ -208,6 +208,16 @@ class BetaScheduler(Scheduler):
             return False
         self._accept_outputs(request, micro)
         self.micro.resume(micro)
+        return True
+
+    def _handle_blocked_whole(self, request: Request) -> bool:
+        """No beta: it may wait for its grammar, which then stands where an instance that was lost has left it."""
+        waits_for_grammar = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        micro = self.micro.by_id.get(request.request_id)
+        if micro is not None and waits_for_grammar:
+            self._accept_outputs(request, micro)
         return True
 
     def can_resume(self, request: Request, micro: MicroRequest) -> bool:
@@ -227,10 +237,10 @@ class BetaScheduler(Scheduler):
         return grammar is not None
 
     def _accept_outputs(self, request: Request, micro: MicroRequest) -> None:
-        """Brings the grammar to where the alpha has left it; once, since a beta resumes once."""
+        """Brings the grammar to where another instance has left it; once, since a request resumes once."""
         outputs = micro.plan.output_token_ids
         if request.use_structured_output and outputs and not self.structured_output_manager.accept_tokens(request, outputs):
-            logger.error("%s: its grammar rejects the tokens of its alpha", request.request_id)
+            logger.error("%s: its grammar rejects the tokens of another instance", request.request_id)
 
     def promote_betas(self) -> None:
         """Resumes betas whose KV and tokens are here, even while no slot is free to run them.

@@ -14,9 +14,13 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm_plugin.device import profile_key
 
 
-def dynaserve_listen(self: Any) -> None:
-    """From now on the engine sleeps while all its requests wait for other instances; see `wake`."""
+def dynaserve_listen(self: Any) -> str:
+    """From now on the engine sleeps while all its requests wait for other instances; see `wake`.
+
+    Returns the address of its signs of life; see `heart`.
+    """
     self.scheduler.listen_to_workers(lambda: self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
+    return str(self.scheduler.start_heart())
 
 
 def dynaserve_describe(self: Any) -> dict[str, Any]:
@@ -56,6 +60,10 @@ def dynaserve_move(self: Any, request_id: str, hand_off_at: int | None) -> bool:
 
 def dynaserve_release(self: Any, request_id: str) -> None:
     self.scheduler.release(request_id)
+
+
+def dynaserve_peers_lost(self: Any, worker_ids: list[str]) -> None:
+    self.scheduler.peers_lost(worker_ids)
 
 
 def dynaserve_state(self: Any) -> dict[str, Any]:

@@ -7,35 +7,36 @@ AsyncLLM above it sees one engine that answers every request with one stream of 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
+import math
 import secrets
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 from prometheus_client import Counter, Histogram
+from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynaserve.errors import BadRequest, ConfigError, NoInstance
+from dynaserve.admission import Admission
+from dynaserve.errors import NoInstance, Overloaded
 from dynaserve.fleet import Instance
+from dynaserve.fleet_links import FleetLinks
 from dynaserve.global_scheduler import PlacementReason
 from dynaserve.length_predictor import LengthQuery
 from dynaserve.messages import (
     Abort,
     Announce,
-    Bye,
+    Beat,
     Continue,
+    Dropped,
     FromInstance,
-    Hello,
     Lifted,
     LoraAdded,
     Move,
@@ -44,7 +45,6 @@ from dynaserve.messages import (
     Run,
     Step,
     ToInstance,
-    Welcome,
 )
 from dynaserve.messages import Event as InstanceEvent
 from dynaserve.records import RecordBook
@@ -54,7 +54,7 @@ from dynaserve.request_flow import (
     Fail,
     Forward,
     Instruction,
-    RequestFlow,
+    PlaceAgain,
     SendAbort,
     SendAnnounce,
     SendContinue,
@@ -64,20 +64,20 @@ from dynaserve.request_flow import (
     Side,
     State,
     Tokens,
+    Unavailable,
     new_flow,
 )
-from dynaserve.request_placer import RequestFacts, RequestPlacer, RunningRequest
+from dynaserve.request_placer import Decision, RequestFacts, RequestPlacer, RunningRequest
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
+from vllm_plugin.failover import Failover, Live
+from vllm_plugin.orphans import PATIENCE_S, Orphans
+from vllm_plugin.outputs import resumed, translated
 from vllm_plugin.requests import (
-    CHUNKED_ARG,
-    EXPECTED_ARG,
-    SPLIT_ARG,
-    TBT_ARG,
-    TRANSPORT_ARG,
+    BEST_EFFORT_ARG,
     TTFT_ARG,
     CutRequest,
     cache_key,
-    is_slo_ms,
+    check_extra_args,
     why_whole,
 )
 
@@ -85,6 +85,7 @@ logger = logging.getLogger("vllm.dynaserve.frontend")
 
 REQUESTS = Counter("dynaserve_requests", "Sequences by whether and where they were cut, and why or why not.", ["cut", "kind", "reason"])
 REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
+REFUSED = Counter("dynaserve_requests_refused", "Requests that were answered 429, by what they would have waited in or for.", ["by"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
 PLACING = Histogram(
@@ -104,95 +105,71 @@ END_ERROR = Histogram(
     buckets=RATIO_BUCKETS,
 )
 
-
-@dataclass(eq=False)
-class Live:
-    """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances."""
-
-    flow: RequestFlow
-    request: EngineCoreRequest
-    transport: str
-    transfer_id: str
-    arrived_s: float
-    chunked: bool
-
-    @property
-    def internal_id(self) -> str:
-        """The id that AsyncLLM knows."""
-        return str(self.request.request_id)
+LOOK_AGAIN_S = 0.1
 
 
-class FleetClient:
+class FleetClient(Failover):
     """Implements the part of vLLM's `EngineCoreClient` that AsyncLLM and the OpenAI server use (core_client.py).
 
-    All methods run in one event loop.
+    All methods run in one event loop. timeout_s: most time for a request, from its arrival to its end.
     """
 
-    def __init__(self, instances: Sequence[Instance], placer: RequestPlacer, transport: str) -> None:
-        self.instances = {instance.instance_id: instance for instance in instances}
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        placer: RequestPlacer,
+        transport: str,
+        timeout_s: float = math.inf,
+        admission: Admission | None = None,
+    ) -> None:
         self.book = RecordBook()
         self.frontend_id = uuid.uuid4().hex
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self._placer = placer
+        self._admission = admission or Admission()
         self._transport = transport
-        self._live: dict[str, Live] = {}
+        self._live = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
-        self._context = zmq.asyncio.Context()
-        self._sockets: dict[str, zmq.asyncio.Socket] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_tick, self._on_fault)
+        self._links.instances |= {instance.instance_id: instance for instance in instances}
+        self._orphans = Orphans()
+        self._draining = set()
+        self._loading = {}
+        self._stopping = set()
+        self._timeout_s = timeout_s
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
-        self._adapters = AdapterLoader(self._send)
+        self._adapters = AdapterLoader(self._links.send)
         self._header_decoder: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
-        for instance in instances:
-            placer.observe(instance.instance_id, instance.description)
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
-        for name, instance in self.instances.items():
-            socket = self._sockets[name] = self._context.socket(zmq.DEALER)
-            socket.linger = 500
-            socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
-            socket.setsockopt(zmq.ROUTING_ID, self.frontend_id.encode())
-            socket.connect(instance.description.gateway)
-            await self._send(name, Hello(self.frontend_id))
-            try:
-                frames = await asyncio.wait_for(socket.recv_multipart(), timeout_s)
-            except TimeoutError:
-                raise ConfigError(f"the gateway {instance.description.gateway} of instance {name} does not answer") from None
-            welcome = self._header_decoder.decode(frames[0])
-            if not isinstance(welcome, Welcome) or welcome.instance_epoch != instance.description.instance_epoch:
-                raise ConfigError(f"the gateway {instance.description.gateway} does not belong to instance {name}")
-            task = asyncio.create_task(self._listen(name, socket))
-            task.add_done_callback(self._on_listener_done)
-            self._tasks.append(task)
+        await self._links.connect(list(self.instances.values()), timeout_s)
+
+    def watch(self) -> None:
+        """The server is up: see `FleetLinks.watch`."""
+        self._links.watch()
 
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
     def admit(self, prompt_tokens: int | None, extra_args: dict[str, Any], max_tokens: int) -> None:
-        """Raises BadRequest before the request costs anything."""
-        split = extra_args.get(SPLIT_ARG)
-        end = (prompt_tokens or 0) + max_tokens
-        if split is not None and not (isinstance(split, int) and 0 <= split <= end):
-            raise BadRequest(
-                f"{SPLIT_ARG} is {split!r}, not a token index in [0, {end}] "
-                f"({prompt_tokens} prompt tokens and at most {max_tokens} output tokens)"
-            )
-        wanted = extra_args.get(TRANSPORT_ARG)
-        offered = next(iter(self.instances.values())).description.workers[0].endpoint.transports
-        if wanted is not None and not (isinstance(wanted, str) and wanted in offered):
-            raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
-        chunked = extra_args.get(CHUNKED_ARG, 1)
-        if chunked not in (0, 1):
-            raise BadRequest(f"{CHUNKED_ARG} is {chunked!r}, not 0 or 1")
-        expected = extra_args.get(EXPECTED_ARG)
-        if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or expected < 1):
-            raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0")
-        for name in (TBT_ARG, TTFT_ARG):
-            slo_ms = extra_args.get(name)
-            if slo_ms is not None and not is_slo_ms(slo_ms):
-                raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
+        """Raises BadRequest, NoInstance or Overloaded before the request costs anything."""
+        now_s = time.monotonic()
+        if self._links.deserted_s(now_s) > PATIENCE_S:
+            raise NoInstance("no instance of the fleet is alive")
+        check_extra_args(
+            extra_args, prompt_tokens, max_tokens, next(iter(self.instances.values())).description.workers[0].endpoint.transports
+        )
+        slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
+        if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
+            REFUSED.labels(refusal.kind).inc()
+            raise Overloaded(refusal.reason, refusal.retry_after_s)
+
+    @property
+    def retry_after_s(self) -> float:
+        """When who is refused now should ask again."""
+        return self._admission.drained_s(time.monotonic())
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         cut = CutRequest.of(request)
@@ -211,10 +188,7 @@ class FleetClient:
             token_ids=request.prompt_token_ids or (),
             cache_key=cache_key(request),
         )
-        with PLACING.time():
-            decision = self._placer.place(facts, 1e3 * time.monotonic())
-        if decision is None:
-            raise NoInstance("no instance of the fleet takes new requests")
+        decision = await self._place(facts)
         placement = decision.placement
         reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
         REQUESTS.labels("no" if placement.beta is None else "yes", decision.kind, reason).inc()
@@ -228,12 +202,26 @@ class FleetClient:
         self.book.add(flow.record)
         live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
+        self._admission.arrived(request.request_id, cut.prompt_tokens, live.arrived_s)
         try:
             await self._carry_out(live, flow.start())
         except BaseException:
             self._live.pop(request.request_id)
+            self._admission.left(request.request_id, time.monotonic())
             self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
             raise
+
+    async def _place(self, facts: RequestFacts) -> Decision:
+        """Waits for an instance while none takes new requests, for a while."""
+        since_s = time.monotonic()
+        while True:
+            with PLACING.time():
+                decision = self._placer.place(facts, 1e3 * time.monotonic())
+            if decision is not None:
+                return decision
+            if time.monotonic() - since_s > PATIENCE_S:
+                raise GracefulHTTPError("no instance of the fleet takes new requests", HTTPStatus.SERVICE_UNAVAILABLE)
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Raises what ended a listener: AsyncLLM then fails every request and its health check, loudly."""
@@ -249,7 +237,7 @@ class FleetClient:
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         """Raises ValueError if an instance cannot load the adapter."""
-        await self._adapters.load(lora_request, self.instances)
+        await self._adapters.load(lora_request, self._links.alive)
         return True
 
     async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
@@ -279,35 +267,34 @@ class FleetClient:
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for socket in self._sockets.values():
-            # The loop may be gone: a plain send of the underlying socket cannot wait for it.
-            zmq.Socket.shadow(socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
-            socket.close()
-        self._sockets.clear()
+        self._links.close()
 
     # -- from instances ------------------------------------------------------------------------------------------------
 
-    async def _listen(self, instance: str, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await socket.recv_multipart()
-            try:
-                step = self._header_decoder.decode(frames[0])
-                outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
-            except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
-                DROPPED.labels(instance).inc()
-                logger.warning("dropped a malformed message from %s: %s", instance, error)
-                continue
-            if isinstance(step, Step):
-                await self._on_step(instance, step, outputs)
-            elif isinstance(step, LoraAdded):
-                self._adapters.answered(instance, step)
+    async def _on_message(self, instance: str, frames: Sequence[bytes]) -> None:
+        try:
+            message = self._header_decoder.decode(frames[0])
+            outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
+        except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
+            DROPPED.labels(instance).inc()
+            logger.warning("dropped a malformed message from %s: %s", instance, error)
+            return
+        match message:
+            case Step():
+                await self._on_step(instance, message, outputs)
+            case Beat(pulse=pulse, draining=draining):
+                await self._links.heard(instance, pulse)
+                if draining and instance not in self._stopping:
+                    self._stopping.add(instance)
+                    await self._take_new_requests()
+            case Dropped():
+                await self._links.lost(instance, "it has dropped this front-end, which was silent for too long")
+            case LoraAdded():
+                self._adapters.answered(instance, message)
 
-    def _on_listener_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.resources.engine_dead = True
-            self._outputs.put_nowait(error)
+    def _on_fault(self, error: BaseException) -> None:
+        self.resources.engine_dead = True
+        self._outputs.put_nowait(error)
 
     async def _on_step(self, instance: str, step: Step, outputs: EngineCoreOutputs | None) -> None:
         """Tokens before events: `Parked` means that the alpha's tokens are complete.
@@ -329,7 +316,7 @@ class FleetClient:
                 live, side = found
                 reason = None if output.finish_reason is None else str(output.finish_reason)
                 if await self._handle(live, side, Tokens(output.new_token_ids, reason)):
-                    forwarded.append(_translate(output, live, side, clock_offset_s))
+                    forwarded.append(translated(output, live.flow.record, side, clock_offset_s))
         if forwarded:
             self._outputs.put_nowait(EngineCoreOutputs(outputs=forwarded, timestamp=time.monotonic()))
         await self._on_events(event for event in step.events if not isinstance(event, Lifted))
@@ -340,9 +327,11 @@ class FleetClient:
                 await self._handle(found[0], found[1], event)
 
     def _find(self, wire_id: str) -> tuple[Live, Side] | None:
-        request_id, _, side = wire_id.removesuffix(f"@{self.frontend_id}").rpartition("/")
+        """None: of a request that is over, or of an earlier attempt at it."""
+        request_id, _, micro = wire_id.removesuffix(f"@{self.frontend_id}").rpartition("/")
+        side, _, attempt = micro.partition(".")
         live = self._live.get(request_id)
-        return None if live is None else (live, Side(side))
+        return None if live is None or attempt != str(live.flow.attempt) else (live, Side(side))
 
     async def _handle(self, live: Live, side: Side, event: Event) -> bool:
         """True: the output that carried this event goes to the client."""
@@ -352,15 +341,21 @@ class FleetClient:
             self._placer.parked(live.internal_id, event.computed_tokens, 1e3 * time.monotonic())
         if live.flow.state is State.WHOLE and not was_whole:
             self._placer.recut(live.internal_id, None, 1e3 * time.monotonic())
+        if isinstance(event, Tokens):
+            self._admission.answered(live.internal_id, time.monotonic())
         forward = await self._carry_out(live, instructions)
+        self._close_if_over(live)
+        return forward
+
+    def _close_if_over(self, live: Live) -> None:
         if live.flow.over and self._live.pop(live.internal_id, None) is not None:
             self._account(live)
             if live.flow.record.lifted is not None:
                 LIFTED.inc()
-        return forward
 
     def _account(self, live: Live) -> None:
         """Of a request that is over. A stop string is the front-end's: it reaches the instances as an abort, and teaches no length."""
+        self._admission.left(live.internal_id, time.monotonic())
         record = live.flow.record
         ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
@@ -400,20 +395,25 @@ class FleetClient:
                     logger.error("request %s: %s", live.internal_id, reason)
                     failed = EngineCoreOutput(live.internal_id, [], finish_reason=FinishReason.ERROR)
                     self._outputs.put_nowait(EngineCoreOutputs(outputs=[failed]))
-                case SendRun(instance_id=name, hand_off_at=hand_off):
+                case PlaceAgain():
+                    await self._place_again(live)
+                case Unavailable(reason=reason, status=status):
+                    self.on_unavailable(live.internal_id, reason, status)
+                case SendRun(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
                     transfer_id = None if hand_off is None else live.transfer_id
-                    await self._send(name, Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id, live.chunked), live.request)
+                    run = Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id, live.chunked, list(tokens))
+                    await self._send(name, run, resumed(live.request) if tokens else live.request)
                 case SendAnnounce(instance_id=name, hand_off_at=hand_off):
                     await self._send(name, self._announce(live, hand_off), live.request)
-                case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
-                    await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, tokens))
+                case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=known):
+                    await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, known))
                 case SendMove(side=side, instance_id=name, hand_off_at=hand_off):
                     await self._send(name, Move(self._wire_id(live, side), hand_off))
                 case SendRelease(instance_id=name):
                     await self._send(name, Release(self._wire_id(live, Side.ALPHA)))
                 case SendAbort(instance_id=name):
-                    ids = [self._wire_id(live, side) for side in Side]
-                    await self._send(name, Abort(ids))
+                    attempts = range(live.flow.attempt + 1)
+                    await self._send(name, Abort([self._wire_id(live, side, attempt) for side in Side for attempt in attempts]))
         return forward
 
     def _announce(self, live: Live, hand_off_at: int) -> Announce:
@@ -422,27 +422,10 @@ class FleetClient:
             self._wire_id(live, Side.BETA), hand_off_at, live.transfer_id, live.transport, [worker.endpoint for worker in senders]
         )
 
-    def _wire_id(self, live: Live, side: Side) -> str:
-        """Unique over front-ends and their restarts."""
-        return f"{live.internal_id}/{side.value}@{self.frontend_id}"
+    def _wire_id(self, live: Live, side: Side, attempt: int | None = None) -> str:
+        """Unique over front-ends, their restarts, and the attempts at a request. attempt: None is the present one."""
+        return f"{live.internal_id}/{side.value}.{live.flow.attempt if attempt is None else attempt}@{self.frontend_id}"
 
     async def _send(self, instance: str, message: ToInstance, request: EngineCoreRequest | None = None) -> None:
         frames = self._encoder.encode(request) if request is not None else ()
-        await self._sockets[instance].send_multipart([msgspec.msgpack.encode(message), *frames])
-
-
-def _translate(output: EngineCoreOutput, live: Live, side: Side, clock_offset_s: float) -> EngineCoreOutput:
-    """An instance's output as AsyncLLM expects it from its one engine."""
-    output = copy.copy(output)
-    output.request_id = live.internal_id
-    output.kv_transfer_params = None
-    alpha = live.flow.record.alpha
-    assert alpha is not None
-    if side is Side.BETA and alpha.output_tokens:
-        output.events = None  # the request was queued and scheduled once, on alpha
-    elif output.events is not None:  # the engine's monotonic clock is another machine's
-        output.events = [EngineCoreEvent(event.type, event.timestamp + clock_offset_s) for event in output.events]
-    if side is Side.BETA and output.prefill_stats is not None:
-        # What crossed from the alpha is no prefix-cache hit: usage and metrics must be what they are uncut.
-        output.prefill_stats.set(live.flow.record.prompt_tokens, alpha.cached_tokens, 0)
-    return output
+        await self._links.send(instance, message, frames)

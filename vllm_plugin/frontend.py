@@ -7,17 +7,18 @@ import logging
 import os
 import signal
 from collections.abc import AsyncGenerator
+from http import HTTPStatus
 from typing import Any
 
 # Before vLLM is imported: the front-end runs no model, and must start on a host without an accelerator.
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import uvloop
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, envs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.logger import configure_logging_from_args
 from vllm.outputs import RequestOutput
 from vllm.reasoning import ReasoningParserManager
@@ -28,7 +29,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from dynaserve import fleet, length_predictor
-from dynaserve.errors import BadRequest, ConfigError
+from dynaserve.admission import Admission
+from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
@@ -49,8 +51,18 @@ class FleetLLM(AsyncLLM):
             client.admit(prompt_tokens, sampling_params.extra_args or {}, max_tokens)
         except BadRequest as error:
             raise VLLMValidationError(str(error)) from error
+        except (NoInstance, Overloaded) as error:
+            raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
         stream: AsyncGenerator[RequestOutput, None] = super().generate(prompt, sampling_params, request_id, **kwargs)
         return stream
+
+    def end_unavailable(self, request_id: str, reason: str, status: int) -> None:
+        """Ends a running request with this HTTP status, or with an error event where its answer has begun."""
+        state = self.output_processor.request_states.get(request_id)
+        self.output_processor.abort_requests([request_id], internal=True)
+        if state is not None and state.queue is not None:
+            state.queue.output = None  # of the abort, which the client must not take for an answer
+            state.queue.put(GracefulHTTPError(reason, HTTPStatus(status)))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,8 +84,9 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     fleet.check_model(args.model, config.instances)
     patches.check_vllm()
     _fit(args, config)
+    args.api_key = [*(args.api_key or [envs.VLLM_API_KEY or ""]), *config.api_keys]
     validate_parsed_serve_args(args)
-    client = FleetClient(config.instances, config.placer, config.transport)
+    client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting))
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(FrontendEndpoint)
     try:
@@ -107,6 +120,7 @@ async def _serve(args: argparse.Namespace, client: FleetClient) -> None:
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
+    client.on_unavailable = llm.end_unavailable  # type: ignore[method-assign]
     try:
         await client.connect()
         shutdown_task = await build_and_serve(llm, listen_address, sock, args)

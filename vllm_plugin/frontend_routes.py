@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
+from dynaserve.errors import ConfigError
 from vllm_plugin.fleet_client import FleetClient
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LEAST_RETRY_S, MOST_RETRY_S = 1, 60
 
 
 @dataclass
@@ -27,7 +35,7 @@ class RequestAnswer:
 
 @dataclass
 class FleetAnswer:
-    """instances: description and last load report of each."""
+    """instances: health (up, suspect, dead or draining), description and last load report of each."""
 
     frontend_id: str
     instances: dict[str, dict[str, Any]]
@@ -47,6 +55,20 @@ class HandOffAnswer:
     moved: int
 
 
+class NewInstance(BaseModel):
+    """url: of the instance's API server."""
+
+    url: str
+
+
+@dataclass
+class MembershipAnswer:
+    """health: up, suspect, dead, draining (it finishes what it runs) or gone."""
+
+    instance: str
+    health: str
+
+
 class FrontendEndpoint:
     """vLLM endpoint plugin (see `patches.install_endpoint`)."""
 
@@ -54,7 +76,7 @@ class FrontendEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        router = APIRouter(tags=["DynaServe"])
+        router = APIRouter(tags=["DynaServe"], dependencies=[Depends(_check_key)])
 
         @router.get("/dynaserve/requests/{request_id}", summary="Where a request was cut, and what each instance did")
         async def requests(request_id: str, request: Request) -> RequestAnswer:
@@ -74,15 +96,75 @@ class FrontendEndpoint:
         async def fleet(request: Request) -> FleetAnswer:
             client = _client(request)
             instances = {
-                name: {"description": msgspec.to_builtins(i.description), "load": msgspec.to_builtins(i.load)}
+                name: {
+                    "health": client.health(name),
+                    "description": msgspec.to_builtins(i.description),
+                    "load": msgspec.to_builtins(i.load),
+                }
                 for name, i in client.instances.items()
             }
             return FleetAnswer(client.frontend_id, instances)
 
+        @router.post("/dynaserve/instances", summary="Add an instance to the fleet, or keep one that is leaving")
+        async def add(body: NewInstance, request: Request) -> MembershipAnswer:
+            client = _client(request)
+            try:
+                await client.add_instance(body.url)
+            except ConfigError as error:
+                raise HTTPException(400, str(error)) from error
+            return MembershipAnswer(body.url, client.health(body.url.rstrip("/")))
+
+        @router.delete("/dynaserve/instances", summary="Take an instance out of the fleet when it has finished what it runs")
+        async def remove(url: str, request: Request) -> MembershipAnswer:
+            client = _client(request)
+            try:
+                await client.remove_instance(url)
+            except ConfigError as error:
+                raise HTTPException(400, str(error)) from error
+            name = url.rstrip("/")
+            return MembershipAnswer(url, client.health(name) if name in client.instances else "gone")
+
         app.include_router(router)
+        app.add_middleware(RetryAfter)
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            async with inner(app) as value:
+                client: FleetClient = app.state.dynaserve
+                client.watch()  # the start of the server keeps its event loop busy for seconds
+                yield value
+
+        app.router.lifespan_context = lifespan
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.dynaserve = engine_client.engine_core
+        keys = [key for key in args.api_key if key]
+        state.dynaserve_keys = AuthenticationMiddleware(APIRouter(), keys) if keys else None
+
+
+class RetryAfter:
+    """ASGI middleware: whoever is told to come again is told when."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in (429, 503):
+                client: FleetClient = scope["app"].state.dynaserve
+                wait_s = min(max(math.ceil(client.retry_after_s), LEAST_RETRY_S), MOST_RETRY_S)
+                message["headers"] = [*message.get("headers", ()), (b"retry-after", str(wait_s).encode())]
+            await send(message)
+
+        await self.app(scope, receive, send_with_header)
+
+
+def _check_key(request: Request) -> None:
+    """vLLM's own check, which guards /v1 only."""
+    keys: AuthenticationMiddleware | None = request.app.state.dynaserve_keys
+    if keys is not None and not keys.verify_token(request.headers):
+        raise HTTPException(401, "Unauthorized")
 
 
 def _client(request: Request) -> FleetClient:

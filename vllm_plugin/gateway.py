@@ -12,7 +12,6 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -20,37 +19,43 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 import zmq.asyncio
-from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import Counter
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from dynaserve.frontend_sessions import FrontendSessions
 from dynaserve.messages import (
     PROTOCOL_VERSION,
     Abort,
     AddLora,
+    Alive,
     Announce,
+    Beat,
     Bye,
     Continue,
+    Dropped,
     Ended,
     Event,
+    FromInstance,
     Granted,
     Hello,
     InstanceDescription,
     Load,
     LoraAdded,
     Move,
+    Pulse,
     Refused,
     Release,
     Run,
+    SenderLost,
     Step,
     ToInstance,
     Welcome,
 )
 from dynaserve.request_flow import ENGINE_GAVE_UP
 from dynaserve.step_report import BatchReport
-from vllm_plugin import step_metrics
+from vllm_plugin import patches, step_metrics
 from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
@@ -58,58 +63,14 @@ from vllm_plugin.scheduler import EVENT_CARRIER
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
-    from starlette.datastructures import State
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
 
 logger = logging.getLogger("vllm.dynaserve.gateway")
 
 DROPPED = Counter("dynaserve_dropped_messages", "Messages on the gateway's socket that were malformed or not allowed.", ["reason"])
-
-
-async def take_fleet_outputs(client: AsyncMPClient, outputs: EngineCoreOutputs) -> None:
-    """vLLM's `process_engine_outputs` hook: takes the outputs of fleet requests out of `outputs`, in place."""
-    gateway: Gateway | None = getattr(client, "dynaserve_gateway", None)
-    if gateway is not None:
-        await gateway.take(outputs)
-
-
-class GatewayEndpoint:
-    """vLLM endpoint plugin: starts the gateway with the API server and adds `GET /dynaserve/instance`."""
-
-    name = "dynaserve"
-    required_tasks = ("generate",)
-
-    def attach_router(self, app: FastAPI) -> None:
-        router = APIRouter(tags=["DynaServe"])
-
-        @router.get("/dynaserve/instance", summary="What a front-end must know of this instance")
-        async def instance(request: Request) -> dict[str, Any]:
-            description: InstanceDescription = request.app.state.dynaserve.description
-            return dict(msgspec.to_builtins(description))
-
-        @router.get("/dynaserve/instance/state", summary="Blocks, requests and transfers held right now")
-        async def state(request: Request) -> dict[str, Any]:
-            return dict(await request.app.state.dynaserve.engine.call_utility_async("dynaserve_state"))
-
-        app.include_router(router)
-        inner = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
-            gateway: Gateway = app.state.dynaserve
-            async with inner(app) as value:
-                try:
-                    yield value
-                finally:
-                    gateway.close()
-
-        app.router.lifespan_context = lifespan
-
-    async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
-        state.dynaserve = await Gateway.start(engine_client, args)
 
 
 @dataclass
@@ -123,7 +84,11 @@ class Gateway:
     routes: dict[str, bytes] = field(default_factory=dict)
     transfers: dict[str, str] = field(default_factory=dict)
     """Transfer id per live request id."""
-    frontends: dict[bytes, str] = field(default_factory=dict)
+    sessions: FrontendSessions = field(default_factory=FrontendSessions)
+    pulse: Pulse | None = None
+    """The engine core's newest sign of life."""
+    draining: bool = False
+    """The server was told to stop; with `--shutdown-timeout` it finishes what it runs."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
     adapters: set[int] = field(default_factory=set)
@@ -136,7 +101,7 @@ class Gateway:
     async def start(cls, engine_client: AsyncLLM, args: Namespace) -> Gateway:
         options = PluginOptions.from_config(engine_client.vllm_config)
         engine = engine_client.engine_core
-        await engine.call_utility_async("dynaserve_listen")
+        heart = await engine.call_utility_async("dynaserve_listen")
         known = await engine.call_utility_async("dynaserve_describe")
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
@@ -161,14 +126,45 @@ class Gateway:
         )
         gateway = cls(engine, description, context, socket)
         engine.dynaserve_gateway = gateway
+        patches.tell_before_shutdown(engine_client, gateway.drain)
         gateway._spawn(gateway._serve())
+        gateway._spawn(gateway._feel_pulse(heart))
+        gateway._spawn(gateway._beat())
         logger.info("DynaServe gateway at %s", description.gateway)
         return gateway
+
+    def drain(self) -> None:
+        """Front-ends are told to send nothing new. Called in another thread."""
+        self.draining = True
 
     def close(self) -> None:
         for task in self.tasks:
             task.cancel()
         self.context.destroy(linger=0)
+
+    # -- signs of life -------------------------------------------------------------------------------------------------
+
+    async def _feel_pulse(self, address: str) -> None:
+        socket = self.context.socket(zmq.PULL)
+        socket.connect(address)
+        decoder = msgspec.msgpack.Decoder(Pulse)
+        while True:
+            self.pulse = decoder.decode(await socket.recv())
+
+    async def _beat(self) -> None:
+        """Tells every front-end that this instance lives, and frees what was asked for by those that do not say so themselves."""
+        while True:
+            for identity in self.sessions.tick(time.monotonic()):
+                logger.warning("a front-end is silent: its requests are aborted")
+                await self._drop(identity)
+            for identity in self.sessions.identities:
+                await self._send(identity, Beat(self.pulse, self.draining))
+            await asyncio.sleep(self.sessions.tick_s)
+
+    async def _drop(self, identity: bytes) -> None:
+        """The word comes before whatever the abort causes: the front-end takes its requests elsewhere."""
+        await self._send(identity, Dropped())
+        await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
 
     # -- from front-ends -----------------------------------------------------------------------------------------------
 
@@ -186,15 +182,21 @@ class Gateway:
                 logger.exception("a message of %d bytes failed", sum(map(len, frames)))
 
     async def _handle(self, identity: bytes, message: ToInstance, frames: Sequence[bytes]) -> None:
-        if identity not in self.frontends and not isinstance(message, Hello):
+        if not self.sessions.heard(identity) and not isinstance(message, Hello):
             DROPPED.labels("no hello").inc()
+            await self._send(identity, Dropped())
             return
         match message:
             case Hello():
                 await self._hello(identity, message)
+            case Alive():
+                self.sessions.alive(identity)
+            case SenderLost(worker_ids=worker_ids):
+                self._call("dynaserve_peers_lost", worker_ids)
             case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
                 role = "whole" if hand_off_at is None else "alpha"
-                await self._add(identity, request_id, Plan(role, hand_off_at, transfer_id, chunked=chunked), frames)
+                plan = Plan(role, hand_off_at, transfer_id, output_token_ids=message.output_token_ids or None, chunked=chunked)
+                await self._add(identity, request_id, plan, frames)
             case Announce(request_id=request_id):
                 plan = Plan("beta", message.hand_off_at, message.transfer_id, message.transport, message.senders)
                 if await self._add(identity, request_id, plan, frames):
@@ -210,14 +212,15 @@ class Gateway:
             case AddLora():
                 self._spawn(self._add_lora(identity, message))
             case Bye():
-                del self.frontends[identity]
+                self.sessions.bye(identity)
                 await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
 
     async def _hello(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             DROPPED.labels("protocol version").inc()
             return
-        self.frontends[identity] = hello.frontend_id
+        for replaced in self.sessions.hello(identity, hello):
+            await self._drop(replaced)
         await self._send(identity, Welcome(self.description.instance_epoch))
 
     async def _add_lora(self, identity: bytes, message: AddLora) -> None:
@@ -355,8 +358,8 @@ class Gateway:
             step_metrics.observe(report)
             if self.load is not None:
                 load = msgspec.structs.replace(self.load, steps=[step.measured for step in report.steps])
-                for identity in self.frontends:
+                for identity in self.sessions.identities:
                     await self._send(identity, Step([], load, time.monotonic()))
 
-    async def _send(self, identity: bytes, message: Step | Welcome | LoraAdded, frames: Sequence[Any] = ()) -> None:
+    async def _send(self, identity: bytes, message: FromInstance, frames: Sequence[Any] = ()) -> None:
         await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])

@@ -11,7 +11,7 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from dynaserve.errors import ConfigError
-from dynaserve.kv_transfer.agent import Agent, Results, TransferReport
+from dynaserve.kv_transfer.agent import Agent, PeerLost, Results, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Expect, Extend
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import KvLayers
@@ -53,7 +53,7 @@ class KvWorker:
                     self._receiving[command.transfer_id] = request_id
                     sender = command.senders[self._rank]
                     self.agent.submit(Expect(command.transfer_id, sender, command.transport, command.first_index, command.block_ids))
-                case Extend() | Complete() | Cancel():
+                case Extend() | Complete() | Cancel() | PeerLost():
                     self.agent.submit(command)
                 case Stop():
                     self._sending[command.transfer_id] = request_id

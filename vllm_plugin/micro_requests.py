@@ -7,13 +7,13 @@ to the front-ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from dynaserve.kv_transfer.agent import TransferReport
+from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
@@ -27,7 +27,8 @@ class Plan(msgspec.Struct, omit_defaults=True):
     """What the gateway asks of the engine for one request.
 
     role: "whole", "alpha" (stops at `hand_off_at`; None: lifted) or "beta" (starts there, with KV from `senders`).
-    output_token_ids: of a beta, what the alpha has sampled; None until `Continue`. chunked: of an alpha, KV leaves while it computes.
+    output_token_ids: of a beta, what the alpha has sampled; None until `Continue`; of a whole request, what a lost instance has
+    sampled. chunked: of an alpha, KV leaves while it computes.
     """
 
     role: str
@@ -56,7 +57,7 @@ class Reserve:
     block_ids: tuple[int, ...]
 
 
-Command = Ready | Stop | Reserve | Extend | Complete | Cancel
+Command = Ready | Stop | Reserve | Extend | Complete | Cancel | PeerLost
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class MicroRequests:
     parked: dict[str, MicroRequest] = field(default_factory=dict)
     """Alphas at their hand-off point, the longest there first."""
     commands: list[tuple[str, Command]] = field(default_factory=list)
-    """(request id, command) for the workers' agents."""
+    """(request id, command) for the workers' agents; the id is empty where a command is about a whole peer."""
     events: list[Event] = field(default_factory=list)
     transfers: dict[str, str] = field(default_factory=dict)
     """Request id per transfer id, for transfers whose reports may still come."""
@@ -237,6 +238,11 @@ class MicroRequests:
                     Moved(micro.request_id, kind, report.blocks, report.bytes, report.before_end, report.age_ms, report.took_ms)
                 )
         return None
+
+    def peers_lost(self, worker_ids: Iterable[str]) -> None:
+        """Of another instance, which is dead. What this means for a transfer, the workers report."""
+        self.counts["peers_lost"] += 1
+        self.commands += [("", PeerLost(worker_id)) for worker_id in worker_ids]
 
     def awaits_workers(self, request_id: str) -> bool:
         """Whether a beta's blocks are not the request's alone before its workers say so."""

@@ -144,11 +144,11 @@ def _install_gateway() -> None:
     """
     from vllm.v1.engine.core_client import AsyncMPClient
 
-    from vllm_plugin import gateway
+    from vllm_plugin import gateway_endpoint
 
     if not hasattr(AsyncMPClient, "process_engine_outputs"):
-        AsyncMPClient.process_engine_outputs = gateway.take_fleet_outputs
-        install_endpoint(gateway.GatewayEndpoint)
+        AsyncMPClient.process_engine_outputs = gateway_endpoint.take_fleet_outputs
+        install_endpoint(gateway_endpoint.GatewayEndpoint)
 
 
 def install_endpoint(factory: Callable[[], Any]) -> None:
@@ -183,6 +183,21 @@ def install_engine_core_calls() -> None:
     for name, call in vars(engine_calls).items():
         if name.startswith("dynaserve_"):
             setattr(EngineCore, name, call)
+
+
+def tell_before_shutdown(engine_client: Any, tell: Callable[[], None]) -> None:
+    """Calls `tell` when the server is told to stop.
+
+    Why: vLLM's launcher holds the signal handlers; `AsyncLLM.shutdown` is the first thing that it does then, in another thread.
+    """
+    shutdown = engine_client.shutdown
+
+    @functools.wraps(shutdown)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return shutdown(*args, **kwargs)
+
+    engine_client.shutdown = wrapper
 
 
 # -- the worker processes ------------------------------------------------------------------------------------------------

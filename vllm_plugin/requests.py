@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from vllm.v1.engine import EngineCoreRequest
+
+from dynaserve.errors import BadRequest
 
 SPLIT_ARG = "dynaserve_split"
 """`vllm_xargs` key: the token at which to cut, as vLLM counts `num_computed_tokens`; 0 runs the request whole."""
@@ -25,6 +27,8 @@ EXPECTED_ARG = "dynaserve_expected_tokens"
 """`vllm_xargs` key: how many tokens the caller expects as the answer."""
 CLASS_ARG = "dynaserve_class"
 """`vllm_xargs` key: a name for requests whose answers are alike in length."""
+BEST_EFFORT_ARG = "dynaserve_best_effort"
+"""`vllm_xargs` key: 1 has the request served however late, where it would be refused for its TTFT SLO."""
 
 
 def is_slo_ms(value: object) -> TypeGuard[float]:
@@ -62,6 +66,30 @@ class CutRequest:
             extra_args.get(TBT_ARG),
             extra_args.get(TTFT_ARG),
         )
+
+
+def check_extra_args(extra_args: dict[str, Any], prompt_tokens: int | None, max_tokens: int, offered: Collection[str]) -> None:
+    """Raises BadRequest, naming the value. offered: the transports of the fleet."""
+    split = extra_args.get(SPLIT_ARG)
+    end = (prompt_tokens or 0) + max_tokens
+    if split is not None and not (isinstance(split, int) and 0 <= split <= end):
+        raise BadRequest(
+            f"{SPLIT_ARG} is {split!r}, not a token index in [0, {end}] "
+            f"({prompt_tokens} prompt tokens and at most {max_tokens} output tokens)"
+        )
+    wanted = extra_args.get(TRANSPORT_ARG)
+    if wanted is not None and not (isinstance(wanted, str) and wanted in offered):
+        raise BadRequest(f"{TRANSPORT_ARG} is {wanted!r}, this fleet offers {', '.join(offered)}")
+    for name, default in ((CHUNKED_ARG, 1), (BEST_EFFORT_ARG, 0)):
+        if (flag := extra_args.get(name, default)) not in (0, 1):
+            raise BadRequest(f"{name} is {flag!r}, not 0 or 1")
+    expected = extra_args.get(EXPECTED_ARG)
+    if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or expected < 1):
+        raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0")
+    for name in (TBT_ARG, TTFT_ARG):
+        slo_ms = extra_args.get(name)
+        if slo_ms is not None and not is_slo_ms(slo_ms):
+            raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
 
 
 def cache_key(request: EngineCoreRequest) -> tuple[str | None, str | None]:

@@ -21,6 +21,7 @@ from vllm_plugin import patches
 from vllm_plugin.alphas import AlphaScheduler
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.betas import BetaScheduler
+from vllm_plugin.heart import Heart, StepClock
 from vllm_plugin.micro_requests import EXTRA_ARG, MicroRequests, plan_of
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.wake import Alarm
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_plugin.connector import DynaServeConnector
+    from vllm_plugin.step_accounts import StepAccounts
 
 EVENT_CARRIER = ""
 """Request id of the output that carries this step's events to the gateway (`kv_transfer_params`); no real id is empty."""
@@ -63,6 +65,9 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self._park_timeout_s = options.park_timeout_ms / 1e3
         self._most_parked = options.max_parked
         self._alarm: Alarm | None = None
+        self._heart: Heart | None = None
+        self._host = options.host
+        self.steps = StepClock()
         self._stuck = self._freed = False
         self.connector.bind(self)
         patches.install_engine_core_calls()
@@ -71,9 +76,16 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         """From now on the engine is woken when a worker has news; `wake` is called from another thread."""
         self._alarm = Alarm(self.connector.bells, wake)
 
+    def start_heart(self) -> str:
+        """From now on signs of life are sent. Returns the address where."""
+        self._heart = Heart(self._host, self.steps)
+        return self._heart.address
+
     def shutdown(self) -> None:
         if self._alarm is not None:
             self._alarm.close()
+        if self._heart is not None:
+            self._heart.close()
         super().shutdown()
 
     def add_request(self, request: Request) -> None:
@@ -82,10 +94,25 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
             super().add_request(request)
             return
         micro = self.micro.add(request.request_id, plan)
+        if plan.output_token_ids:
+            self.take_outputs_of_lost(request, plan.output_token_ids)
         if not micro.is_beta or self.reserve(request, micro):
             super().add_request(request)  # a beta's status sends it to kv_holding_waiting
         else:
             self.forget_refused(request)
+
+    def take_outputs_of_lost(self, request: Request, output_token_ids: list[int]) -> None:
+        """The request goes on where an instance that was lost has left it: its output is computed anew, as after a preemption.
+
+        The worker reads these tokens from the plan (`patches._with_output_tokens`).
+        """
+        request.append_output_token_ids(output_token_ids)
+        # vLLM asserts num_computed <= num_prompt for requests that still owe prefill statistics (scheduler.py:1076).
+        request.prefill_stats = None
+
+    def peers_lost(self, worker_ids: list[str]) -> None:
+        """Another instance is dead: nothing more comes from its workers, nor goes to them."""
+        self.micro.peers_lost(worker_ids)
 
     def blocks_came_free(self) -> None:
         """A reservation that was granted in part may grow in a step that nothing else asks for."""
@@ -148,7 +175,13 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         output = super().schedule(*args, **kwargs)
         self._stuck = output.total_num_scheduled_tokens == 0 and self._has_ready_waiting()
         self._count(output)
+        self.steps.begin(output, now_s, self.predicted_step_ms())
         return output
+
+    def predicted_step_ms(self) -> float | None:
+        """Of the step that was scheduled last, where a local scheduler knows."""
+        accounts: StepAccounts | None = getattr(self, "accounts", None)
+        return None if accounts is None else accounts.predicted_ms
 
     def _has_ready_waiting(self) -> bool:
         """Of those, one at least could run, had it blocks."""
@@ -170,6 +203,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        self.steps.end(scheduler_output)
         now_s = self.monotonic()
         for request_id in scheduler_output.num_scheduled_tokens:
             self.park_if_at_hand_off(request_id, now_s)

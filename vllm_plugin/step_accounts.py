@@ -67,6 +67,11 @@ class StepAccounts:
     def steps_under_way(self) -> int:
         return len(self._under_way)
 
+    @property
+    def predicted_ms(self) -> float | None:
+        """Of the step that began last; None: it is over, or nothing is known."""
+        return self._under_way[-1].predicted_ms if self._under_way else None
+
     def begin(self, output: SchedulerOutput, shape: BatchShape, plan: StepPlan, now_s: float) -> None:
         table = self.planner.profile.table
         predicted_ms = None if table is None else table.step_ms(shape)

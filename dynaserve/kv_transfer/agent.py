@@ -29,7 +29,15 @@ from dynaserve.kv_transfer.wire import Done, Grant, Message, Revoke
 
 logger = logging.getLogger(__name__)
 
-Command = tx.Ready | tx.Retract | tx.Stop | rx.Expect | rx.Extend | rx.Complete | rx.Cancel
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """This worker is dead: nothing comes from it, nor goes to it."""
+
+    worker_id: str
+
+
+Command = PeerLost | tx.Ready | tx.Retract | tx.Stop | rx.Expect | rx.Extend | rx.Complete | rx.Cancel
 """What the engine's thread may submit."""
 
 
@@ -41,7 +49,7 @@ class _Rest:
     reached: threading.Event
 
 
-_Event = tx.Event | rx.Event | _Rest
+_Event = tx.Event | rx.Event | PeerLost | _Rest
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -226,7 +234,9 @@ class Agent:
         match event:
             case _Rest():
                 self._resting.append(event)
-            case tx.Ready() | tx.PushDone() | tx.PushFailed() | tx.Retract() | tx.Stop() | Grant() | Done() | Revoke():
+            case PeerLost(worker_id=worker_id):
+                self._lose(worker_id)
+            case tx.Ready() | tx.PushDone() | tx.PushFailed() | tx.Retract() | tx.Stop() | tx.ReceiverLost() | Grant() | Done() | Revoke():
                 for instruction in self._sender.handle(event):
                     self._send_side(instruction)
             case _:
@@ -234,6 +244,23 @@ class Agent:
                     self._peers[event.sender.worker_id] = event.sender
                 for received in self._receiver.handle(event):
                     self._receive_side(received)
+
+    def _lose(self, worker_id: str) -> None:
+        receiving, sending = self._receiver.transfers_from(worker_id), self._sender.transfers_to(worker_id)
+        peers = [self._receiver.transfers[name].sender for name in receiving]
+        peers += [receiver for name in sending if (receiver := self._sender.transfers[name].receiver) is not None]
+        if peers:
+            # What its channels wait for fails now. Not in this thread: the end of a channel is told in a store of the peer's.
+            self._on_lane("drop", peers[0], lambda: self._drop_two_sided(peers[0]))
+        for name in receiving:
+            self._handle(rx.SenderLost(name))
+        for name in sending:
+            self._handle(tx.ReceiverLost(name))
+
+    def _drop_two_sided(self, peer: WorkerEndpoint) -> None:
+        for transport in self._transports.values():
+            if not transport.one_sided:
+                transport.drop(peer)
 
     def _send_side(self, instruction: tx.Instruction) -> None:
         match instruction:

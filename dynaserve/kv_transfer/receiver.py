@@ -63,6 +63,17 @@ class ReceiveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SenderLost:
+    """The sender is dead, as far as anybody hears; a two-sided channel to it is being dropped.
+
+    On a one-sided transport that proves nothing (a process that was stopped goes on where it stood): the transfer is over only
+    when the sender has confirmed that it does not write, as after `Cancel`.
+    """
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """B does not want the blocks any more (the request ended, or the reservation is taken back)."""
 
@@ -76,7 +87,7 @@ class Quiet:
     transfer_id: str
 
 
-Event = Expect | Extend | Complete | Blocks | Landed | ReceiveFailed | Cancel | Broken | Closed | Quiet
+Event = Expect | Extend | Complete | Blocks | Landed | ReceiveFailed | SenderLost | Cancel | Broken | Closed | Quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +208,8 @@ class Receiver:
                 return self._on_failed(transfer_id, transfer)
             case Broken():
                 return self._on_failed(transfer_id, transfer)
+            case SenderLost():
+                return [Failed(transfer_id)] if transfer.transport in self.one_sided else self._on_failed(transfer_id, transfer)
             case Cancel():
                 transfer.cancelled = True
                 if transfer.closed:
@@ -208,6 +221,9 @@ class Receiver:
             case Quiet():
                 transfer.closed = True
                 return self._settle(transfer_id, transfer)
+
+    def transfers_from(self, worker_id: str) -> list[str]:
+        return [name for name, transfer in self.transfers.items() if transfer.sender.worker_id == worker_id]
 
     def check_invariants(self) -> None:
         """Raises AssertionError where a finished transfer is still open or a block is granted twice."""

@@ -59,7 +59,14 @@ class Stop:
     transfer_id: str
 
 
-Event = Ready | PushDone | PushFailed | Retract | Stop | Grant | Done | Revoke
+@dataclass(frozen=True, slots=True)
+class ReceiverLost:
+    """The receiver is dead, and the channel to it is being dropped: nobody waits for these blocks."""
+
+    transfer_id: str
+
+
+Event = Ready | PushDone | PushFailed | Retract | Stop | ReceiverLost | Grant | Done | Revoke
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +166,17 @@ class Sender:
                 return []
             case Stop():
                 return self._on_stop(transfer_id)
+            case ReceiverLost():
+                return self._on_receiver_lost(transfer_id)
             case Done(complete=complete):
                 return self._on_done(transfer_id, complete)
             case Revoke(receiver=receiver):
                 return self._on_revoke(transfer_id, receiver)
+
+    def transfers_to(self, worker_id: str) -> list[str]:
+        """Those that this receiver has granted."""
+        granted = ((name, transfer.receiver) for name, transfer in self.transfers.items())
+        return [name for name, receiver in granted if receiver is not None and receiver.worker_id == worker_id]
 
     def is_in_flight(self, transfer_id: str) -> bool:
         transfer = self.transfers.get(transfer_id)
@@ -255,6 +269,14 @@ class Sender:
         if transfer is None:
             return [Tell(receiver, Closed(transfer_id))]
         transfer.revoked_by = receiver
+        return [] if transfer.in_flight else self._settle(transfer_id)
+
+    def _on_receiver_lost(self, transfer_id: str) -> list[Instruction]:
+        transfer = self.transfers.get(transfer_id)
+        if transfer is None:
+            return []
+        transfer.withdraw()
+        transfer.revoked_by = None
         return [] if transfer.in_flight else self._settle(transfer_id)
 
     def _settle(self, transfer_id: str) -> list[Instruction]:

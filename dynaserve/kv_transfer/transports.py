@@ -12,6 +12,9 @@ TRANSPORTS = {
     "mooncake": "dynaserve.kv_transfer.mooncake_transport:MooncakeTransport",
 }
 
+TWO_SIDED = frozenset({"torch"})
+"""Those whose pushes land only with the receiver's help: nothing is written once it has dropped the channel."""
+
 
 def make_transport(name: str, worker_id: str, host: str, kv: KvLayers) -> Transport:
     """The transport of this name, or of this `module:Class`. Raises ConfigError; TransportUnavailable from its constructor."""

@@ -90,8 +90,7 @@ class LocalFleet:
             self.start_instance(index)
         self.wait_healthy({f"instance-{index}": url for index, url in enumerate(self.urls)}, deadline)
         if self.plugin is not None:
-            self._start("frontend", self.frontend_command(), {})
-            self.wait_healthy({"frontend": self.frontend_url}, deadline)
+            self.start_frontend(deadline)
 
     def stop(self) -> None:
         """Ends every process. Idempotent."""
@@ -102,6 +101,14 @@ class LocalFleet:
         """Starts one instance, for instance again after it was killed; `wait_healthy` tells when it serves."""
         cores = sorted(os.sched_getaffinity(0))
         self._start(f"instance-{index}", self.instance_command(index), {"VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)])})
+
+    def start_frontend(self, deadline: float | None = None) -> None:
+        """Starts the front-end, for instance again after it was killed, and returns when it serves.
+
+        deadline: by time.monotonic(); None: `start_timeout_s` from now. Raises FleetFailed.
+        """
+        self._start("frontend", self.frontend_command(), {})
+        self.wait_healthy({"frontend": self.frontend_url}, deadline or time.monotonic() + self.start_timeout_s)
 
     def check_alive(self) -> None:
         """Raises FleetFailed, with the log's end, if a process has ended."""

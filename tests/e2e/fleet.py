@@ -155,7 +155,7 @@ class FleetUnderTest:
     def _ended_records(self, request_id: str) -> list[dict[str, Any]] | None:
         sequences: list[dict[str, Any]] = self.frontend.get(f"/dynaserve/requests/{request_id}").raise_for_status().json()["sequences"]
         micros = [micro for record in sequences for micro in (record["alpha"], record["beta"]) if micro is not None]
-        return sequences if all(micro["computed_tokens"] is not None for micro in micros) else None
+        return sequences if all(micro["computed_tokens"] is not None or micro["lost"] for micro in micros) else None
 
     def held(self) -> list[dict[str, Any]]:
         """What each instance holds right now."""

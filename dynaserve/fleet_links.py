@@ -1,0 +1,204 @@
+"""A front-end's connections to all instances of its fleet, and which of them are alive.
+
+Each instance has one `InstanceLink` at a time.  When `FleetLiveness` declares it dead the link is closed for good, and
+whatever still comes on it is not heard; then the instance is asked again and again who it is, until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import zmq.asyncio
+
+from dynaserve import fleet
+from dynaserve.errors import ConfigError
+from dynaserve.fleet import Instance
+from dynaserve.instance_link import InstanceLink, LinkLost
+from dynaserve.liveness import Changed, FleetLiveness, Health
+from dynaserve.messages import Alive, InstanceDescription, Pulse, ToInstance
+
+logger = logging.getLogger("vllm.dynaserve.frontend")
+
+REJOIN_EVERY_S = 0.5
+ANSWER_TIMEOUT_S = 2.0
+TICKS_PER_ALIVE = 3
+BYE_LINGER_MS = 500
+
+
+@dataclass
+class FleetLinks:
+    """All methods run in one event loop.
+
+    on_message: gets every message of a living instance, in order. on_change: gets every change of its health; UP comes before
+    the first message and DEAD after the last one. on_tick: called again and again with the time. on_fault: gets what must not happen.
+    describe: asks an instance, by its URL, who it is; called in a thread.
+    """
+
+    frontend_id: str
+    on_message: Callable[[str, list[bytes]], Awaitable[None]]
+    on_change: Callable[[Changed], Awaitable[None]]
+    on_tick: Callable[[float], Awaitable[None]]
+    on_fault: Callable[[BaseException], None]
+    describe: Callable[[str], InstanceDescription] = lambda url: fleet.describe(url, ANSWER_TIMEOUT_S)
+    liveness: FleetLiveness = field(default_factory=FleetLiveness)
+    instances: dict[str, Instance] = field(default_factory=dict)
+    _links: dict[str, InstanceLink] = field(default_factory=dict)
+    _rejoining: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _session: int = 0
+    _deserted_since_s: float | None = None
+    _closed: bool = False
+
+    async def connect(self, instances: Iterable[Instance], timeout_s: float) -> None:
+        """Opens a link to each; raises ConfigError, naming it, where one does not answer as the instance described."""
+        for instance in instances:
+            await self._join(instance, timeout_s)
+
+    def watch(self) -> None:
+        """From now on the event loop is free: instances that are silent are dead, and they hear that we are alive."""
+        self._spawn(self._watch())
+
+    @property
+    def alive(self) -> list[str]:
+        return list(self._links)
+
+    def deserted_s(self, now_s: float) -> float:
+        """For how long no instance has been alive; 0: one is."""
+        return 0.0 if self._deserted_since_s is None else now_s - self._deserted_since_s
+
+    async def send(self, instance_id: str, message: ToInstance, frames: Iterable[Any] = ()) -> None:
+        """What is sent to a dead instance is lost; who is concerned hears of the death."""
+        if (link := self._links.get(instance_id)) is not None:
+            await link.send(message, list(frames))
+
+    async def lost(self, instance_id: str, reason: str) -> None:
+        """The instance itself says that it does nothing more for us."""
+        await self._apply(self.liveness.lost(instance_id, reason))
+
+    def close(self) -> None:
+        """Says goodbye. May be called when the event loop has gone."""
+        self._closed = True
+        for task in (*self._tasks, *self._rejoining.values()):
+            task.cancel()
+        for link in self._links.values():
+            link.close(bye=True)
+        self._links.clear()
+        self._context.destroy(linger=BYE_LINGER_MS)
+
+    async def add(self, instance: Instance) -> None:
+        """A new instance; raises ConfigError where it does not fit, or does not answer."""
+        fleet.check(instance, next(iter(self.instances.values())))
+        await self._join(instance, ANSWER_TIMEOUT_S)
+
+    async def remove(self, instance_id: str) -> None:
+        """For good: it is told goodbye if it lives, and not asked any more if it does not."""
+        if (rejoining := self._rejoining.pop(instance_id, None)) is not None:
+            rejoining.cancel()
+        if (link := self._links.pop(instance_id, None)) is not None:
+            link.close(bye=True)
+        for change in self.liveness.remove(instance_id):
+            await self.on_change(change)
+        self.instances.pop(instance_id, None)
+
+    # -- joining -------------------------------------------------------------------------------------------------------
+
+    async def _join(self, instance: Instance, timeout_s: float) -> None:
+        self._session += 1
+        link = InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session)
+        try:
+            await link.open(instance.description.instance_epoch, timeout_s)
+        except BaseException:
+            link.close()
+            raise
+        name = instance.instance_id
+        self.instances[name] = instance
+        self._links[name] = link
+        self._deserted_since_s = None
+        await self.on_change(self.liveness.join(name))
+        self._spawn(self._listen(name, link))
+        self._spawn(self._wait_for_end(name, link))
+
+    async def _rejoin(self, name: str, reference: Instance) -> None:
+        """Asks until the instance, or one that was started anew at its address, is back."""
+        told = ""
+        while True:
+            try:
+                description = await asyncio.to_thread(self.describe, name)
+                instance = Instance(name, description)
+                fleet.check(instance, reference)
+                await self._join(instance, ANSWER_TIMEOUT_S)
+            except ConfigError as error:
+                if str(error) != told:
+                    told = str(error)
+                    logger.info("instance %s is not back: %s", name, error)
+            else:
+                del self._rejoining[name]
+                return
+            await asyncio.sleep(REJOIN_EVERY_S)
+
+    # -- living --------------------------------------------------------------------------------------------------------
+
+    async def _listen(self, name: str, link: InstanceLink) -> None:
+        try:
+            while True:
+                frames = await link.receive()
+                if link.closed:
+                    return
+                await self.on_message(name, frames)
+        except LinkLost:
+            return
+
+    async def _wait_for_end(self, name: str, link: InstanceLink) -> None:
+        try:
+            reason = await link.ended()
+        except LinkLost:
+            return
+        if self._links.get(name) is link:
+            await self._apply(self.liveness.lost(name, reason))
+
+    async def _watch(self) -> None:
+        for tick in count():
+            now_s = time.monotonic()
+            await self._apply(self.liveness.tick(now_s))
+            await self.on_tick(now_s)
+            for link in list(self._links.values()) if tick % TICKS_PER_ALIVE == 0 else ():
+                await link.send(Alive())
+            await asyncio.sleep(self.liveness.limits.tick_s)
+
+    async def _apply(self, changes: list[Changed]) -> None:
+        for change in changes:
+            level = logging.WARNING if change.health is Health.DEAD else logging.INFO
+            logger.log(level, "instance %s is %s: %s", change.instance_id, change.health.value, change.reason)
+            if change.health is Health.DEAD:
+                self._links.pop(change.instance_id).close()
+                if not self._links:
+                    self._deserted_since_s = time.monotonic()
+                self._rejoining[change.instance_id] = self._start(self._rejoin(change.instance_id, self.instances[change.instance_id]))
+            await self.on_change(change)
+
+    async def heard(self, instance_id: str, pulse: Pulse | None) -> None:
+        """A `Beat` has come."""
+        await self._apply(self.liveness.beat(instance_id, pulse))
+
+    # -- tasks ---------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._start(coroutine)
+        self._tasks.add(task)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._closed and not task.cancelled() and (error := task.exception()) is not None:
+            self.on_fault(error)

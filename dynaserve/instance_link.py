@@ -1,0 +1,102 @@
+"""One connection of a front-end to the gateway of an instance.
+
+It is never mended: ZeroMQ would connect anew and lose, in silence, what was under way.  Who loses a link opens another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from dynaserve.errors import ConfigError
+from dynaserve.messages import Beat, Bye, FromInstance, Hello, ToInstance, Welcome
+
+_DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
+
+
+class LinkLost(Exception):
+    """The connection has ended; the sentence says what was observed."""
+
+
+class InstanceLink:
+    """Sends and receives whole messages, in order, until it is lost or closed.
+
+    gateway: its address. session: of this front-end, larger than that of any link before it.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, gateway: str, frontend_id: str, session: int) -> None:
+        self._gateway = gateway
+        self._hello = Hello(frontend_id, session=session)
+        self.closed = False
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 500  # of a goodbye
+        self._socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
+        self._socket.setsockopt(zmq.ROUTING_ID, f"{frontend_id}.{session}".encode())
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+
+    async def open(self, instance_epoch: str, timeout_s: float) -> None:
+        """Returns when the instance of this epoch has answered and its engine core runs; raises ConfigError, naming the gateway."""
+        self._socket.connect(self._gateway)
+        await self.send(self._hello)
+        try:
+            await asyncio.wait_for(self._greet(instance_epoch), timeout_s)
+        except TimeoutError:
+            raise ConfigError(f"the gateway {self._gateway} does not answer") from None
+        except LinkLost as error:
+            raise ConfigError(f"the gateway {self._gateway} does not answer: {error}") from error
+
+    async def _greet(self, instance_epoch: str) -> None:
+        """A gateway answers also for an engine core that is stopped: only a second pulse proves that it runs."""
+        pulses: set[int] = set()
+        welcome = False
+        while not welcome or len(pulses) < 2:
+            message = _DECODER.decode((await self.receive())[0])
+            if isinstance(message, Welcome):
+                if message.instance_epoch != instance_epoch:
+                    raise ConfigError(f"the gateway {self._gateway} belongs to another instance")
+                welcome = True
+            elif isinstance(message, Beat) and message.pulse is not None:
+                pulses.add(message.pulse.number)
+
+    async def send(self, message: ToInstance, frames: Sequence[Any] = ()) -> None:
+        """What is sent on a closed link is lost, as on a link whose other end has gone."""
+        if not self.closed:
+            await self._socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+
+    async def receive(self) -> list[bytes]:
+        """The next message; raises LinkLost when there will be none."""
+        try:
+            frames: list[bytes] = await self._socket.recv_multipart()
+        except (zmq.ZMQError, asyncio.CancelledError) as error:
+            if self.closed:
+                raise LinkLost("closed") from error
+            raise
+        return frames
+
+    async def ended(self) -> str:
+        """Waits until the connection has ended, and returns how."""
+        try:
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+        except (zmq.ZMQError, asyncio.CancelledError) as error:
+            if self.closed:
+                raise LinkLost("closed") from error
+            raise
+        return "its connection was cut" if event["event"] == zmq.EVENT_DISCONNECTED else "its connection was closed"
+
+    def close(self, *, bye: bool = False) -> None:
+        """bye: say so, for the instance to stop what runs for us. Idempotent; also where the event loop has gone."""
+        if self.closed:
+            return
+        self.closed = True
+        if bye:
+            zmq.Socket.shadow(self._socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=None if bye else 0)

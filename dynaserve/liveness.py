@@ -1,0 +1,163 @@
+"""Which instances are alive, by what a front-end hears of them.
+
+    UP --silent, or no new pulse of its engine core--> SUSPECT --for longer--> DEAD --join()--> UP, in a new epoch
+                                                         |
+                                                         +--heard again--> UP
+
+Two signals must go on: *beats* of the API process, and *pulses* of the engine core that the beats carry.  A pulse comes from
+a thread that runs beside the forward pass, so a long step does not silence it; a stopped process is silent as a whole.
+
+Pure: no sockets, no clock.  What only the observer missed does not count: see `FleetLiveness.tick`.
+The states and their limits are in docs/failures.md.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from dynaserve.messages import Pulse
+
+JOINED, REMOVED = "joined", "removed from the fleet"
+
+
+class Health(enum.Enum):
+    UP = "up"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """suspect_s, dead_s: of silence. tick_s: how often the observer looks. pause_s: what is longer between two looks is its own pause.
+
+    gap_factor: how many times its accustomed gap an instance may be silent, where that is longer, up to longest_s: on a starved machine
+    signs of life come late, and a false alarm costs work. gap_memory: of the longest gap, what is left of it at the next sign.
+
+    stuck_s: of a single engine step, or `stuck_factor` times its predicted length where that is longer: its workers hang.
+    """
+
+    suspect_s: float = 0.8
+    dead_s: float = 1.4
+    tick_s: float = 0.1
+    pause_s: float = 0.4
+    gap_factor: float = 3.0
+    gap_memory: float = 0.98
+    longest_s: float = 6.0
+    stuck_s: float = 60.0
+    stuck_factor: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """An instance has another state; `reason` says what was observed. epoch: counts its lives, from 1."""
+
+    instance_id: str
+    health: Health
+    epoch: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Observed:
+    """silent_s: without a beat. still_s: without a new pulse. gap_s: the longest of either lately. Seconds that the observer was awake."""
+
+    health: Health = Health.DEAD
+    epoch: int = 0
+    silent_s: float = 0.0
+    still_s: float = 0.0
+    gap_s: float = 0.0
+    pulse: Pulse | None = None
+
+
+@dataclass
+class FleetLiveness:
+    """Of all instances of a front-end. An instance that was never joined, or was removed, is dead."""
+
+    limits: Limits = field(default_factory=Limits)
+    _observed: dict[str, _Observed] = field(default_factory=dict)
+    _last_tick_s: float | None = None
+
+    def join(self, instance_id: str) -> Changed:
+        """The instance has answered as who it is: a new epoch begins."""
+        seen = self._observed.setdefault(instance_id, _Observed())
+        # What it died of may have been a pause: it is accustomed to that.
+        self._observed[instance_id] = _Observed(Health.UP, seen.epoch + 1, gap_s=max(seen.gap_s, seen.silent_s, seen.still_s))
+        return Changed(instance_id, Health.UP, seen.epoch + 1, JOINED)
+
+    def beat(self, instance_id: str, pulse: Pulse | None) -> list[Changed]:
+        """Something was heard of the API process. pulse: the engine core's newest that it knows; None: it carries none."""
+        seen = self._observed.get(instance_id)
+        if seen is None or seen.health is Health.DEAD:
+            return []  # a late word of a life that is over
+        seen.gap_s = max(seen.gap_s * self.limits.gap_memory, seen.silent_s)
+        seen.silent_s = 0.0
+        if pulse is not None and (seen.pulse is None or pulse.number != seen.pulse.number):
+            seen.gap_s = max(seen.gap_s, seen.still_s)
+            seen.pulse, seen.still_s = pulse, 0.0
+        if seen.health is Health.SUSPECT and self._trouble(seen, self.limits.suspect_s) is None:
+            seen.health = Health.UP
+            return [Changed(instance_id, Health.UP, seen.epoch, "heard again")]
+        return []
+
+    def lost(self, instance_id: str, reason: str) -> list[Changed]:
+        """Its connection has ended: nothing more can come in this epoch."""
+        seen = self._observed.get(instance_id)
+        return [] if seen is None or seen.health is Health.DEAD else [self._change(instance_id, seen, Health.DEAD, reason)]
+
+    def remove(self, instance_id: str) -> list[Changed]:
+        """The instance has left the fleet; its epoch goes on counting if it comes back."""
+        return self.lost(instance_id, REMOVED)
+
+    def tick(self, now_s: float) -> list[Changed]:
+        """Time has passed, to be called every `tick_s`.
+
+        An observer that was paused (a busy event loop, a stopped process) has heard nobody meanwhile: of the time since its
+        last look no more than `pause_s` counts.
+        """
+        passed_s = 0.0 if self._last_tick_s is None else min(max(now_s - self._last_tick_s, 0.0), self.limits.pause_s)
+        self._last_tick_s = now_s
+        changes: list[Changed] = []
+        for instance_id, seen in self._observed.items():
+            if seen.health is Health.DEAD:
+                continue
+            seen.silent_s += passed_s
+            seen.still_s += passed_s
+            if (reason := self._trouble(seen, self.limits.dead_s)) is not None:
+                changes.append(self._change(instance_id, seen, Health.DEAD, reason))
+            elif seen.health is Health.UP and (reason := self._trouble(seen, self.limits.suspect_s)) is not None:
+                changes.append(self._change(instance_id, seen, Health.SUSPECT, reason))
+        return changes
+
+    def health(self, instance_id: str) -> Health:
+        seen = self._observed.get(instance_id)
+        return Health.DEAD if seen is None else seen.health
+
+    def epoch(self, instance_id: str) -> int:
+        """0: it never joined."""
+        seen = self._observed.get(instance_id)
+        return 0 if seen is None else seen.epoch
+
+    def pulse(self, instance_id: str) -> Pulse | None:
+        """The newest of the engine core, for people who look."""
+        seen = self._observed.get(instance_id)
+        return None if seen is None else seen.pulse
+
+    def _change(self, instance_id: str, seen: _Observed, health: Health, reason: str) -> Changed:
+        seen.health = health
+        return Changed(instance_id, health, seen.epoch, reason)
+
+    def _trouble(self, seen: _Observed, limit_s: float) -> str | None:
+        """What is wrong for longer than `limit_s`, or than the instance is accustomed to; None: nothing."""
+        accustomed_s = self.limits.gap_factor * seen.gap_s * limit_s / self.limits.dead_s
+        limit_s = max(limit_s, min(accustomed_s, self.limits.longest_s))
+        if seen.silent_s > limit_s:
+            return f"its API process is silent for {seen.silent_s:.1f} s"
+        if seen.still_s > limit_s:
+            return f"its engine core is silent for {seen.still_s:.1f} s"
+        step_s = None if seen.pulse is None else seen.pulse.step_running_s
+        if step_s is not None and seen.pulse is not None:
+            allowed_s = max(self.limits.stuck_s, self.limits.stuck_factor * (seen.pulse.step_predicted_ms or 0.0) / 1e3)
+            if step_s > allowed_s:
+                return f"its step {seen.pulse.step} runs for {step_s:.0f} s, {allowed_s:.0f} s are allowed"
+        return None

@@ -1,0 +1,41 @@
+"""The short form of `make test-chaos`, and the ends of the front-end and of the whole fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.chaos import NOTICED_S, ChaosFleet, chaos, chaos_fleet, kill_all, kill_frontend
+from tests.e2e.fleet import prompt_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def chaotic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosFleet]:
+    with chaos_fleet(tmp_path_factory.mktemp("chaos")) as fleet:
+        yield fleet
+
+
+def test_requests_survive_what_happens_to_one_of_three_instances(chaotic: ChaosFleet) -> None:
+    deaths = ["stop", "kill"]
+    run = chaos(chaotic, SEED, ["leave and join", *deaths], requests=40, questions=15)
+    assert run.placed_again > 0
+    assert min(noticed_s for kind, noticed_s in run.noticed_s if kind in deaths) < NOTICED_S
+
+
+def test_instances_free_what_a_killed_frontend_has_asked_for(chaotic: ChaosFleet, tmp_path: Path) -> None:
+    kill_frontend(chaotic)
+    with chaotic.under_test.another_frontend(tmp_path) as frontend:
+        assert len(frontend.complete(prompt_of(20)).token_ids) == 40
+    chaotic.local.start_frontend()
+
+
+def test_without_instances_a_request_fails_at_once_and_says_when_to_come_again(chaotic: ChaosFleet) -> None:
+    answer, _ = kill_all(chaotic)
+    assert answer.status_code == 503, answer.text
+    assert answer.headers["retry-after"] == "1"

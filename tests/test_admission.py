@@ -1,0 +1,107 @@
+"""Admission against a server of known speed, on a virtual clock."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynaserve.admission import Admission
+
+TOKENS_PER_S = 1000.0
+
+
+def served(admission: Admission, arrivals: list[tuple[float, int]], ttft_slo_ms: float) -> tuple[list[float], int]:
+    """One prompt after the other at `TOKENS_PER_S`. Returns the times to first tokens, in ms, and how many were refused."""
+    queue: deque[tuple[str, float, int]] = deque()
+    free_s, ttft_ms, refused = 0.0, [], 0
+
+    def finish(until_s: float) -> None:
+        nonlocal free_s
+        while queue:
+            name, arrived_s, tokens = queue[0]
+            done_s = max(free_s, arrived_s) + tokens / TOKENS_PER_S
+            if done_s > until_s:
+                return
+            queue.popleft()
+            free_s = done_s
+            admission.answered(name, done_s)
+            ttft_ms.append(1e3 * (done_s - arrived_s))
+
+    for number, (at_s, tokens) in enumerate(arrivals):
+        finish(at_s)
+        if admission.why_not(tokens, ttft_slo_ms, at_s) is not None:
+            refused += 1
+            continue
+        admission.arrived(str(number), tokens, at_s)
+        queue.append((str(number), at_s, tokens))
+    finish(math.inf)
+    return ttft_ms, refused
+
+
+def test_under_three_times_the_capacity_those_who_are_taken_are_in_time_and_the_server_is_never_idle() -> None:
+    arrivals = [(number / 30, 100) for number in range(3000)]  # 3,000 tokens/s for 100 s
+    ttft_ms, refused = served(Admission(), arrivals, ttft_slo_ms=500.0)
+    assert max(ttft_ms[50:]) <= 550, "after the first seconds, in which the speed was not known"
+    assert len(ttft_ms) >= 0.95 * 1000
+    assert refused == 3000 - len(ttft_ms)
+
+
+def test_nobody_is_refused_below_the_capacity() -> None:
+    ttft_ms, refused = served(Admission(most_waiting=8), [(number / 8, 100) for number in range(800)], ttft_slo_ms=500.0)
+    assert refused == 0
+    assert len(ttft_ms) == 800
+
+
+def test_the_queue_is_bounded() -> None:
+    admission = Admission(most_waiting=2)
+    for name in ("a", "b"):
+        assert admission.why_not(10, math.inf, 0.0) is None
+        admission.arrived(name, 10, 0.0)
+    refusal = admission.why_not(10, math.inf, 0.5)
+    assert refusal is not None
+    assert refusal.reason == "2 requests wait for their first token, and at most 2 may"
+    admission.left("a", 1.0)
+    assert admission.why_not(10, math.inf, 1.0) is None
+
+
+def test_it_tells_when_to_come_again() -> None:
+    admission = Admission()
+    for number in range(20):
+        admission.arrived(str(number), 100, 0.1 * number)
+        admission.answered(str(number), 0.1 * number + 0.1)
+    admission.arrived("long", 5000, 2.0)
+    refusal = admission.why_not(100, 1000.0, 2.5)
+    assert refusal is not None
+    assert refusal.retry_after_s == pytest.approx(5.1 * 25 / 20 - 1, rel=0.05)
+    assert admission.why_not(100, math.inf, 2.5) is None, "as best it goes"
+
+
+def test_a_burst_after_a_quiet_time_is_taken() -> None:
+    admission = Admission()
+    for number in range(100):  # one by one, 10 tokens in 30 ms
+        admission.arrived(str(number), 10, float(number))
+        admission.answered(str(number), number + 0.03)
+    for number in range(100, 200):
+        assert admission.why_not(10, 1000.0, 100.0 + 1e-3 * number) is None
+        admission.arrived(str(number), 10, 100.0 + 1e-3 * number)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["arrived", "answered", "left"]), st.integers(0, 5), st.floats(0, 10)), max_size=40))
+def test_any_order_of_calls_keeps_the_count(steps: list[tuple[str, int, float]]) -> None:
+    admission, waiting = Admission(), set[str]()
+    for what, number, now_s in steps:
+        name = str(number)
+        if what == "arrived":
+            if name in waiting:
+                continue
+            admission.arrived(name, 7, now_s)
+            waiting.add(name)
+        else:
+            getattr(admission, what)(name, now_s)
+            waiting.discard(name)
+        assert admission.waiting == len(waiting)
+        admission.why_not(5, 100.0, now_s)

@@ -1,0 +1,173 @@
+"""The front-end's engine client over real sockets, to gateways without engines: a request outlives its instance."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from dynaserve.admission import Admission
+from dynaserve.errors import Overloaded
+from dynaserve.fleet import Instance
+from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.length_predictor import LengthPredictor
+from dynaserve.messages import Abort, InstanceDescription, Run, SenderLost, Step, WorkerDescription
+from dynaserve.request_placer import RequestPlacer
+from tests.test_fleet_links import Gateway, description, until
+from vllm_plugin.fleet_client import FleetClient
+
+NAMES = ("http://a", "http://b")
+
+
+def described(name: str, gateway: Gateway) -> InstanceDescription:
+    endpoint = WorkerEndpoint(f"worker of {name}", "tcp://127.0.0.1:1", {"torch": ""})
+    plain = description(gateway.address, gateway.epoch)
+    return InstanceDescription(
+        **{field: getattr(plain, field) for field in plain.__struct_fields__} | {"workers": [WorkerDescription(endpoint, "layout", 1)]}
+    )
+
+
+@dataclass
+class Fleet:
+    client: FleetClient
+    gateways: dict[str, Gateway]
+
+    async def start(self, request_id: str, **params: Any) -> str:
+        """Returns the instance that it runs on."""
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=list(range(10)),
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=20, **params),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        await self.client.add_request_async(request)
+        await until(lambda: any(self.runs(name, request_id) for name in NAMES))
+        return next(name for name in NAMES if self.runs(name, request_id))
+
+    def runs(self, name: str, request_id: str) -> list[Run]:
+        return [m for m in self.gateways[name].heard if isinstance(m, Run) and m.request_id.startswith(f"{request_id}/")]
+
+    async def sample(self, name: str, wire_id: str, tokens: list[int], reason: FinishReason | None = None) -> None:
+        outputs = EngineCoreOutputs(outputs=[EngineCoreOutput(wire_id, tokens, finish_reason=reason)])
+        await self.gateways[name].say(Step([], None, time.monotonic()), MsgpackEncoder().encode(outputs))
+
+    async def output(self) -> EngineCoreOutput:
+        async with asyncio.timeout(30):
+            (output,) = (await self.client.get_output_async()).outputs
+        return output
+
+
+def run(scenario: Callable[[Fleet], Awaitable[None]], most_waiting: float = math.inf) -> None:
+    async def with_fleet() -> None:
+        context = zmq.asyncio.Context()
+        gateways = {name: Gateway() for name in NAMES}
+        for gateway in gateways.values():
+            gateway.start(context)
+        placer = RequestPlacer(GlobalScheduler(Options(Policy.colocated)), LengthPredictor())
+        instances = [Instance(name, described(name, gateway)) for name, gateway in gateways.items()]
+        client = FleetClient(instances, placer, "torch", admission=Admission(most_waiting))
+        try:
+            await client.connect()
+            client.watch()
+            await scenario(Fleet(client, gateways))
+            placer.scheduler.check_invariants()
+        finally:
+            client.shutdown()
+            for gateway in gateways.values():
+                gateway.cut()
+            await asyncio.sleep(0)
+            context.destroy(linger=0)
+
+    asyncio.run(with_fleet())
+
+
+def test_a_request_goes_on_elsewhere_with_the_tokens_that_the_client_has() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        (began,) = fleet.runs(first, "r")
+        await fleet.sample(first, began.request_id, [7, 8])
+        assert (await fleet.output()).new_token_ids == [7, 8]
+        fleet.gateways[first].cut()
+        await until(lambda: bool(fleet.runs(second, "r")))
+        (goes_on,) = fleet.runs(second, "r")
+        assert goes_on.output_token_ids == [7, 8]
+        assert SenderLost([f"worker of {first}"]) in fleet.gateways[second].heard
+        await fleet.sample(second, began.request_id, [99])  # late, of the first attempt
+        await fleet.sample(second, goes_on.request_id, [9], FinishReason.LENGTH)
+        output = await fleet.output()
+        assert (output.request_id, output.new_token_ids, output.finish_reason) == ("r", [9], FinishReason.LENGTH)
+
+    run(scenario)
+
+
+def test_a_request_without_any_instance_waits_and_is_then_unavailable() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        told: list[tuple[str, int]] = []
+        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
+        await fleet.start("r")
+        for gateway in fleet.gateways.values():
+            gateway.cut()
+        await until(lambda: bool(told))
+        assert told == [("r", 503)]
+
+    run(scenario)
+
+
+def test_an_instance_that_is_taken_out_finishes_what_it_runs() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        await fleet.client.remove_instance(first)
+        assert fleet.client.health(first) == "draining"
+        assert await fleet.start("s") == second
+        (began,) = fleet.runs(first, "r")
+        await fleet.sample(first, began.request_id, [7], FinishReason.LENGTH)
+        await fleet.output()
+        await fleet.client.abort_requests_async(["r"])
+        assert first in fleet.client.instances, "it has not said yet that it has ended the request"
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_ends_every_attempt() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        fleet.gateways[first].cut()
+        await until(lambda: bool(fleet.runs(second, "r")))
+        await fleet.client.abort_requests_async(["r"])
+        (goes_on,) = fleet.runs(second, "r")
+        await until(lambda: any(isinstance(m, Abort) and goes_on.request_id in m.request_ids for m in fleet.gateways[second].heard))
+
+    run(scenario)
+
+
+def test_a_full_fleet_refuses_before_a_request_costs_anything() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        name = await fleet.start("r")
+        with pytest.raises(Overloaded, match="1 requests wait for their first token, and at most 1 may"):
+            fleet.client.admit(10, {}, 20)
+        await fleet.sample(name, fleet.runs(name, "r")[0].request_id, [7])
+        await fleet.output()
+        fleet.client.admit(10, {}, 20)
+
+    run(scenario, most_waiting=1)

@@ -1,0 +1,280 @@
+"""A front-end's connections over real sockets, to gateways that can be silenced, cut and started anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from dynaserve.errors import ConfigError
+from dynaserve.fleet import Instance
+from dynaserve.fleet_links import FleetLinks
+from dynaserve.liveness import Changed, FleetLiveness, Health
+from dynaserve.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Alive,
+    Beat,
+    Bye,
+    FromInstance,
+    Hello,
+    InstanceDescription,
+    Pulse,
+    Step,
+    ToInstance,
+    Welcome,
+)
+
+URL = "http://instance"
+
+
+def description(gateway: str, epoch: str) -> InstanceDescription:
+    return InstanceDescription(
+        PROTOCOL_VERSION,
+        epoch,
+        gateway,
+        model="m",
+        served_model_names=["m"],
+        vllm_version="0",
+        dtype="float32",
+        block_size=32,
+        max_model_len=100,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_blocks=50,
+        prefix_caching=True,
+        tensor_parallel_size=1,
+        device="cpu",
+        parallelism="tp1",
+        cut_obstacle=None,
+        workers=[],
+    )
+
+
+@dataclass
+class Gateway:
+    """api, core: which of an instance's processes runs."""
+
+    epoch: str = "first"
+    api: bool = True
+    core: bool = True
+    pulses: int = 0
+    heard: list[ToInstance] = field(default_factory=list)
+    identities: list[bytes] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, context: zmq.asyncio.Context) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.tasks = [asyncio.create_task(self.serve()), asyncio.create_task(self.beat())]
+
+    def cut(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        self.socket.close()
+
+    async def serve(self) -> None:
+        while True:
+            identity, frame, *_ = await self.socket.recv_multipart()
+            message = msgspec.msgpack.decode(frame, type=ToInstance)
+            self.heard.append(message)
+            if isinstance(message, Hello) and self.api:
+                self.identities.append(identity)
+                await self.say(Welcome(self.epoch))
+
+    async def beat(self) -> None:
+        while True:
+            self.pulses += self.core
+            if self.api and self.identities:
+                await self.say(Beat(Pulse(self.pulses)))
+            await asyncio.sleep(0.05)
+
+    async def say(self, message: FromInstance, frames: Sequence[Any] = ()) -> None:
+        await self.socket.send_multipart([self.identities[-1], msgspec.msgpack.encode(message), *frames])
+
+
+@dataclass
+class Frontend:
+    """With one instance, and everything that was heard."""
+
+    gateway: Gateway
+    changes: list[Changed] = field(default_factory=list)
+    messages: list[FromInstance] = field(default_factory=list)
+    faults: list[BaseException] = field(default_factory=list)
+    gateways: dict[str, Gateway] = field(default_factory=dict)
+    """Of instances that join later."""
+
+    async def on_message(self, name: str, frames: list[bytes]) -> None:
+        message = msgspec.msgpack.decode(frames[0], type=FromInstance)
+        self.messages.append(message)
+        if isinstance(message, Beat):
+            await self.links.heard(name, message.pulse)
+
+    async def on_change(self, change: Changed) -> None:
+        self.changes.append(change)
+
+    async def on_tick(self, now_s: float) -> None:
+        assert now_s > 0
+
+    def description_of(self, url: str) -> InstanceDescription:
+        gateway = self.gateways.get(url, self.gateway)
+        return description(gateway.address, gateway.epoch)
+
+    async def connect(self) -> None:
+        self.links = FleetLinks(
+            "frontend",
+            self.on_message,
+            self.on_change,
+            self.on_tick,
+            self.faults.append,
+            self.description_of,
+            FleetLiveness(),
+        )
+        await self.links.connect([Instance(URL, self.description_of(URL))], timeout_s=2.0)
+        self.links.watch()
+
+    @property
+    def healths(self) -> list[tuple[Health, int]]:
+        return [(change.health, change.epoch) for change in self.changes]
+
+
+def run(scenario: Callable[[Frontend, zmq.asyncio.Context], Awaitable[Any]]) -> None:
+    async def with_parts() -> None:
+        context = zmq.asyncio.Context()
+        frontend = Frontend(Gateway())
+        frontend.gateway.start(context)
+        try:
+            await scenario(frontend, context)
+        finally:
+            if hasattr(frontend, "links"):
+                frontend.links.close()
+            frontend.gateway.cut()
+            await asyncio.sleep(0)
+            context.destroy(linger=0)
+        assert not frontend.faults
+
+    asyncio.run(with_parts())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - of several tasks at once
+            await asyncio.sleep(0.01)
+
+
+def test_messages_of_a_living_instance_are_heard_and_it_hears_that_we_live() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        await frontend.gateway.say(Step([], None, 1.0))
+        await until(lambda: Step([], None, 1.0) in frontend.messages)
+        await until(lambda: Alive() in frontend.gateway.heard)
+        assert frontend.healths == [(Health.UP, 1)]
+
+    run(scenario)
+
+
+def test_an_instance_without_a_running_engine_core_is_not_joined() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        frontend.gateway.core = False
+        with pytest.raises(ConfigError, match="does not answer"):
+            await frontend.connect()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("process", ["api", "core"])
+def test_a_stopped_instance_dies_and_is_joined_anew_when_it_goes_on(process: str) -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        setattr(frontend.gateway, process, False)
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        assert frontend.links.alive == []
+        heard = len(frontend.messages)
+        await frontend.links.send(URL, Abort(["lost on the way"]))
+        setattr(frontend.gateway, process, True)
+        await until(lambda: frontend.healths[-1] == (Health.UP, 2))
+        sessions = [message.session for message in frontend.gateway.heard if isinstance(message, Hello)]
+        assert sessions == sorted(set(sessions))
+        assert Abort(["lost on the way"]) not in frontend.gateway.heard
+        await until(lambda: len(frontend.messages) > heard)
+
+    run(scenario)
+
+
+def test_a_cut_connection_is_noticed_at_once_and_never_mended() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        frontend.gateway.cut()
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        assert "connection" in frontend.changes[-1].reason
+        assert Health.SUSPECT not in [health for health, _ in frontend.healths]
+        frontend.gateway = Gateway("second")
+        frontend.gateway.start(context)
+        await until(lambda: frontend.healths[-1] == (Health.UP, 2))
+        assert frontend.links.instances[URL].description.instance_epoch == "second"
+
+    run(scenario)
+
+
+def test_an_instance_that_is_another_one_now_stays_out() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        frontend.gateway.cut()
+        frontend.gateway = Gateway("second")
+        frontend.gateway.start(context)
+        other = msgspec.structs.replace(description(frontend.gateway.address, "second"), dtype="bfloat16")
+        frontend.links.describe = lambda _: other
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        await asyncio.sleep(0.7)
+        assert frontend.healths[-1] == (Health.DEAD, 1)
+
+    run(scenario)
+
+
+def test_an_instance_joins_and_leaves_a_running_fleet() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        new = frontend.gateways["http://new"] = Gateway("new")
+        new.start(context)
+        await frontend.links.add(Instance("http://new", frontend.description_of("http://new")))
+        assert frontend.links.alive == [URL, "http://new"]
+        await frontend.links.remove("http://new")
+        await until(lambda: Bye() in new.heard)
+        assert (frontend.changes[-1].instance_id, frontend.changes[-1].health) == ("http://new", Health.DEAD)
+        assert list(frontend.links.instances) == frontend.links.alive == [URL]
+        new.cut()
+
+    run(scenario)
+
+
+def test_an_instance_that_was_removed_is_not_asked_any_more() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        frontend.gateway.api = False
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        await frontend.links.remove(URL)
+        frontend.gateway.api = True
+        hellos = sum(isinstance(message, Hello) for message in frontend.gateway.heard)
+        await asyncio.sleep(1.0)
+        assert sum(isinstance(message, Hello) for message in frontend.gateway.heard) <= hellos + 1, "one may have been on its way"
+        assert frontend.links.alive == []
+
+    run(scenario)
+
+
+def test_an_instance_that_does_not_fit_does_not_join() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        other = msgspec.structs.replace(description("tcp://127.0.0.1:1", "other"), dtype="bfloat16")
+        with pytest.raises(ConfigError, match="dtype differs"):
+            await frontend.links.add(Instance("http://other", other))
+        assert frontend.links.alive == [URL]
+
+    run(scenario)

@@ -1,0 +1,119 @@
+"""What the survivor of two workers does with their transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynaserve.kv_transfer import receiver as rx
+from dynaserve.kv_transfer import sender as tx
+from dynaserve.kv_transfer.agent import PeerLost
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.kv_transfer.wire import Blocks, Closed, Done, Grant, Revoke
+
+pytest.importorskip("torch")
+
+from tests.test_agent import Node, until
+
+A = WorkerEndpoint("a", "tcp://a", {"two": "", "one": ""})
+B = WorkerEndpoint("b", "tcp://b", {"two": "", "one": ""})
+ONE_SIDED = frozenset({"one"})
+
+
+@pytest.fixture
+def receiver() -> Iterator[rx.Receiver]:
+    receiver = rx.Receiver(B, ONE_SIDED)
+    yield receiver
+    receiver.check_invariants()
+
+
+def expect(receiver: rx.Receiver, transport: str) -> None:
+    receiver.handle(rx.Expect("t", A, transport, 0, (10, 11, 12)))
+
+
+def test_a_beta_completes_with_what_has_landed(receiver: rx.Receiver) -> None:
+    expect(receiver, "two")
+    receiver.handle(Blocks("t", "a", "two", [0]))
+    receiver.handle(rx.Landed("t", (0,)))
+    assert receiver.handle(rx.SenderLost("t")) == [rx.Failed("t")]
+    assert receiver.handle(rx.Complete("t", 3)) == [tx.Tell(A, Done("t", False)), rx.Received("t", (11, 12))]
+    assert not receiver.transfers
+
+
+def test_a_receive_that_runs_ends_before_its_blocks_are_free(receiver: rx.Receiver) -> None:
+    expect(receiver, "two")
+    receiver.handle(Blocks("t", "a", "two", [0, 1, 2]))
+    receiver.handle(rx.Cancel("t"))
+    assert receiver.handle(rx.SenderLost("t")) == [rx.Failed("t")]
+    assert receiver.handle(rx.ReceiveFailed("t", "dropped"))[-1] == rx.Received("t")
+
+
+def test_a_cancelled_transfer_does_not_wait_for_the_dead(receiver: rx.Receiver) -> None:
+    expect(receiver, "two")
+    assert receiver.handle(rx.Cancel("t")) == [tx.Tell(A, Revoke("t", B))]
+    assert receiver.handle(rx.SenderLost("t"))[-1] == rx.Received("t")
+
+
+def test_what_may_still_be_written_is_kept_until_the_sender_says_otherwise(receiver: rx.Receiver) -> None:
+    """One-sided: a process that was stopped goes on writing where it stood."""
+    expect(receiver, "one")
+    receiver.handle(rx.Cancel("t"))
+    assert receiver.handle(rx.SenderLost("t")) == [rx.Failed("t")]
+    assert "t" in receiver.transfers
+    assert receiver.handle(Closed("t"))[-1] == rx.Received("t")
+
+
+def test_an_alpha_forgets_a_receiver_that_is_lost() -> None:
+    sender = tx.Sender("a", ONE_SIDED)
+    sender.handle(Grant("t", B, "two", 0, [10, 11]))
+    sender.handle(tx.Ready("t", 0, (5,), final=False))
+    assert sender.transfers_to("b") == ["t"]
+    assert sender.handle(tx.ReceiverLost("t")) == []
+    assert sender.handle(tx.Ready("t", 1, (6,), final=True)) == []
+    assert sender.handle(tx.Stop("t")) == [], "the push to the dead is still in flight"
+    assert sender.handle(tx.PushFailed("t", "dropped")) == [tx.SendingStopped("t")]
+    assert not sender.transfers
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=st.lists(st.sampled_from(["grant", "ready", "done", "failed", "stop", "lost", "revoke"]), max_size=14))
+def test_whatever_comes_a_stopped_sender_is_forgotten_after_its_receiver_was_lost(steps: list[str]) -> None:
+    sender, told, index = tx.Sender("a", ONE_SIDED), 0, 0
+    for step in [*steps, "lost", "stop", "failed"]:
+        flying = sender.is_in_flight("t")
+        match step:
+            case "grant":
+                sender.handle(Grant("t", B, "two", index, [10 + index]))
+            case "ready":
+                sender.handle(tx.Ready("t", index, (20 + index,), final=False))
+                index += 1
+            case "done" if flying:
+                told += sum(isinstance(i, tx.SendingStopped) for i in sender.handle(tx.PushDone("t")))
+            case "failed" if flying:
+                told += sum(isinstance(i, tx.SendingStopped) for i in sender.handle(tx.PushFailed("t", "dropped")))
+            case "stop":
+                told += sum(isinstance(i, tx.SendingStopped) for i in sender.handle(tx.Stop("t")))
+            case "lost":
+                told += sum(isinstance(i, tx.SendingStopped) for i in sender.handle(tx.ReceiverLost("t")))
+            case "revoke":
+                told += sum(isinstance(i, tx.SendingStopped) for i in sender.handle(Revoke("t", B)))
+        sender.check_invariants()
+    assert told >= 1
+    assert not sender.transfers_to("b")
+    assert not sender.is_in_flight("t")
+
+
+def test_agents_end_their_transfers_with_a_worker_that_is_lost() -> None:
+    """The other one neither pushes nor answers."""
+    alive, stopped = Node("alive"), Node("stopped")
+    stopped.agent.close()
+    alive.agent.submit(rx.Expect("in", stopped.agent.endpoint, "torch", 0, (1, 2, 3)))
+    alive.agent.submit(rx.Cancel("in"))
+    until(lambda: alive.agent.open_transfers()["receiving"] == 1)
+    alive.agent.submit(PeerLost("stopped"))
+    until(lambda: alive.poll().received == ["in"])
+    assert alive.agent.open_transfers().total() == 0
+    alive.agent.close()

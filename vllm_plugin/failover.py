@@ -1,0 +1,210 @@
+"""The front-end's part in the life and death of instances: requests of a dead one go on elsewhere.
+
+Which is alive says `dynaserve.liveness`; what becomes of one request, `dynaserve.request_flow`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from prometheus_client import Counter
+from vllm.v1.engine import EngineCoreRequest
+
+from dynaserve import fleet
+from dynaserve.errors import ConfigError
+from dynaserve.fleet import Instance
+from dynaserve.fleet_links import FleetLinks
+from dynaserve.kv_transfer.transports import TWO_SIDED
+from dynaserve.liveness import JOINED, REMOVED, Changed, Health
+from dynaserve.messages import SenderLost
+from dynaserve.request_flow import Event, InstanceDied, Instruction, RequestFlow, Side, State
+from dynaserve.request_placer import RequestPlacer
+from vllm_plugin.adapters import AdapterLoader
+from vllm_plugin.orphans import Orphans
+
+logger = logging.getLogger("vllm.dynaserve.frontend")
+
+DEATHS = Counter("dynaserve_instance_deaths", "How often an instance was declared dead.", ["instance"])
+PLACED_AGAIN = Counter("dynaserve_requests_placed_again", "Requests that went on elsewhere because an instance was lost.")
+
+
+@dataclass(eq=False)
+class Live:
+    """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances."""
+
+    flow: RequestFlow
+    request: EngineCoreRequest
+    transport: str
+    transfer_id: str
+    arrived_s: float
+    chunked: bool
+
+    @property
+    def internal_id(self) -> str:
+        """The id that AsyncLLM knows."""
+        return str(self.request.request_id)
+
+
+class Failover:
+    """Base of `FleetClient`, which carries the instructions out."""
+
+    _links: FleetLinks
+    _placer: RequestPlacer
+    _adapters: AdapterLoader
+    _orphans: Orphans
+    _live: dict[str, Live]
+    _draining: set[str]
+    _stopping: set[str]
+    _loading: dict[str, asyncio.Task[None]]
+    _timeout_s: float
+    _transport: str
+
+    @property
+    def instances(self) -> dict[str, Instance]:
+        """All of the fleet, also those that are dead now."""
+        return self._links.instances
+
+    def on_unavailable(self, request_id: str, reason: str, status: int) -> None:
+        """A request that is given up, with its HTTP status. The server sets what ends the client's answer."""
+        logger.error("request %s: %s (%d)", request_id, reason, status)
+
+    @abstractmethod
+    async def _handle(self, live: Live, side: Side, event: Event) -> bool: ...
+
+    @abstractmethod
+    async def _carry_out(self, live: Live, instructions: Sequence[Instruction]) -> bool: ...
+
+    @abstractmethod
+    def _close_if_over(self, live: Live) -> None: ...
+
+    def health(self, instance: str) -> str:
+        """up, suspect, dead or draining."""
+        return "draining" if instance in self._draining | self._stopping else self._links.liveness.health(instance).value
+
+    async def _on_change(self, change: Changed) -> None:
+        name = change.instance_id
+        if change.health is Health.DEAD:
+            self._placer.remove(name)
+            self._stopping.discard(name)
+            if (loading := self._loading.pop(name, None)) is not None:
+                loading.cancel()
+        elif change.reason == JOINED and self._adapters.loaded:
+            self._loading[name] = asyncio.create_task(self._load_adapters(name))
+        await self._take_new_requests()
+        match change.health:
+            case Health.UP:
+                await self._place_orphans()
+            case Health.DEAD:
+                await self._on_death(change)
+
+    async def _load_adapters(self, name: str) -> None:
+        """An instance that has come back has none of the fleet's adapters, and takes no requests before it has all."""
+        if faults := await self._adapters.load_all(name):
+            logger.error("instance %s takes no requests: %s", name, "; ".join(faults))
+            return
+        del self._loading[name]
+        await self._take_new_requests()
+        await self._place_orphans()
+
+    async def _take_new_requests(self) -> None:
+        """Tells the scheduler which instances do."""
+        up = [other for other in self._links.alive if self._links.liveness.health(other) is Health.UP]
+        for other in self._links.alive:  # rather one that is suspected than none
+            accepts_new = (other in up or not up) and other not in self._draining | self._stopping | self._loading.keys()
+            self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
+
+    async def _on_death(self, change: Changed) -> None:
+        name = change.instance_id
+        if change.reason != REMOVED:
+            DEATHS.labels(name).inc()
+        self.instances[name].load = None
+        self._adapters.lost(name)
+        for live in list(self._live.values()):
+            await self._handle(live, Side.ALPHA, InstanceDied(name, change.reason, live.transport not in TWO_SIDED))
+        # After a beta was told to continue: what it lacks is then computed anew, instead of its being given up.
+        workers = [worker.endpoint.worker_id for worker in self.instances[name].description.workers]
+        for other in self._links.alive:
+            await self._links.send(other, SenderLost(workers))
+
+    async def _on_tick(self, now_s: float) -> None:
+        await self._fail_orphans(now_s)
+        await self._fail_late(now_s)
+        await self.let_go()
+
+    # -- instances that come and go ------------------------------------------------------------------------------------
+
+    async def add_instance(self, url: str) -> None:
+        """Adds an instance to the fleet, or keeps one that is leaving. Raises ConfigError where it does not answer or fit."""
+        name = url.rstrip("/")
+        if name in self._draining:
+            self._draining.discard(name)
+            self._placer.observe(name, self.instances[name].description)
+        elif name in self.instances:
+            raise ConfigError(f"instance {name} is in the fleet already")
+        else:
+            instance = Instance(name, await asyncio.to_thread(fleet.describe, name))
+            fleet.choose_transport([*self.instances.values(), instance], self._transport)
+            await self._links.add(instance)
+
+    async def remove_instance(self, url: str) -> None:
+        """Takes an instance out of the fleet: at once if it is dead or idle, else when it has finished what it runs.
+
+        Raises ConfigError for an instance that is not in the fleet, or is the last one that stays.
+        """
+        name = url.rstrip("/")
+        if name not in self.instances:
+            raise ConfigError(f"instance {name} is not in the fleet")
+        if not self.instances.keys() - self._draining - {name}:
+            raise ConfigError(f"instance {name} is the last one of the fleet")
+        self._draining.add(name)
+        if self._links.liveness.health(name) is not Health.DEAD:
+            self._placer.observe(name, self.instances[name].description, accepts_new=False)
+        await self.let_go()
+
+    async def let_go(self) -> None:
+        """Of the instances that are to leave, those that run nothing any more."""
+        if not self._draining:
+            return
+        busy = {micro.instance for live in self._live.values() for micro in (live.flow.record.alpha, live.flow.record.beta) if micro}
+        for name in self._draining - busy:
+            self._draining.discard(name)
+            await self._links.remove(name)
+
+    # -- requests that have lost their instance ------------------------------------------------------------------------
+
+    async def _place_again(self, live: Live) -> None:
+        """A request whose instance died, or one that waits since for any instance."""
+        now_s = time.monotonic()
+        placement = self._placer.place_again(live.internal_id, len(live.flow.output_token_ids), 1e3 * now_s)
+        if placement is None:
+            self._orphans.add(live.internal_id, now_s)
+            return
+        self._orphans.remove(live.internal_id)
+        PLACED_AGAIN.inc()
+        await self._carry_out(live, live.flow.place_again(placement, 1e3 * (now_s - live.arrived_s)))
+
+    async def _place_orphans(self) -> None:
+        for request_id in self._orphans.waiting:
+            if (live := self._live.get(request_id)) and live.flow.state is State.ORPHANED:
+                await self._place_again(live)
+
+    async def _fail_orphans(self, now_s: float) -> None:
+        for request_id in self._orphans.given_up(now_s):
+            if (live := self._live.get(request_id)) and live.flow.state is State.ORPHANED:
+                await self._give_up(live, "no instance of the fleet takes this request any more", HTTPStatus.SERVICE_UNAVAILABLE, now_s)
+
+    async def _fail_late(self, now_s: float) -> None:
+        if self._timeout_s < math.inf:
+            for live in [live for live in self._live.values() if now_s - live.arrived_s > self._timeout_s]:
+                await self._give_up(live, f"not finished after {self._timeout_s:g} s", HTTPStatus.GATEWAY_TIMEOUT, now_s)
+
+    async def _give_up(self, live: Live, reason: str, status: HTTPStatus, now_s: float) -> None:
+        await self._carry_out(live, live.flow.give_up(reason, status, 1e3 * (now_s - live.arrived_s)))
+        self._close_if_over(live)

@@ -1,0 +1,74 @@
+"""Signs of life of the engine core, from a thread that goes on while a step runs.
+
+vLLM's engine core says nothing while it computes, so its silence tells a long step from a stopped process no better than its
+answers do.  torch's operations give the interpreter free, so this thread runs beside the forward pass, wherever that happens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from dynaserve.messages import Pulse
+
+PULSE_S = 0.2
+
+
+@dataclass
+class StepClock:
+    """Which engine steps are in progress; several are where vLLM schedules ahead. Written by one thread, read by another."""
+
+    begun: int = 0
+    _running: deque[tuple[int, float, float | None]] = field(default_factory=deque)
+
+    def begin(self, output: object, now_s: float, predicted_ms: float | None) -> None:
+        """output: what the scheduler has scheduled."""
+        self.begun += 1
+        self._running.append((id(output), now_s, predicted_ms))
+
+    def end(self, output: object) -> None:
+        """Steps that were scheduled before this one are over as well."""
+        while any(name == id(output) for name, *_ in self._running):
+            self._running.popleft()
+
+    def pulse(self, number: int, now_s: float) -> Pulse:
+        oldest = next(iter(self._running.copy()), None)
+        if oldest is None:
+            return Pulse(number, self.begun)
+        _, began_s, predicted_ms = oldest
+        return Pulse(number, self.begun, now_s - began_s, predicted_ms)
+
+
+class Heart:
+    """Sends a `Pulse` every `PULSE_S` to whoever connects to `address`, the gateway, and never waits for it."""
+
+    def __init__(self, host: str, steps: StepClock) -> None:
+        self._steps = steps
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.linger = 0
+        self._socket.set_hwm(4)  # old pulses say nothing
+        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dynaserve-heart", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        number = 0
+        while not self._closed.wait(PULSE_S):
+            number += 1
+            pulse = self._steps.pulse(number, time.monotonic())
+            try:
+                self._socket.send(msgspec.msgpack.encode(pulse), zmq.NOBLOCK)
+            except zmq.Again:
+                continue  # the gateway does not listen yet, or is stopped
