@@ -11,7 +11,7 @@ import msgspec
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -71,6 +71,12 @@ class Continue(msgspec.Struct, frozen=True, tag=True):
     output_token_ids: list[int]
 
 
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """The alpha of this beta is about to stop: an instance that is at rest wakes up, so that the beta's first step is not its first."""
+
+    request_id: str
+
+
 class Move(msgspec.Struct, frozen=True, tag=True):
     """Change the hand-off point.
 
@@ -107,7 +113,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front-end is leaving: abort everything of its."""
 
 
-ToInstance = Hello | Alive | SenderLost | Run | Announce | Continue | Move | Release | Abort | AddLora | Bye
+ToInstance = Hello | Alive | SenderLost | Run | Announce | Continue | Prepare | Move | Release | Abort | AddLora | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

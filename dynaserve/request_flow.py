@@ -25,6 +25,9 @@ from dynaserve.messages import Ended, Granted, Lifted, Moved, Parked, Refused, R
 from dynaserve.records import KvRecord, MicroRecord, RequestRecord
 from dynaserve.request_placer import Held
 
+PREPARE_TOKENS = 3
+"""So many steps before an alpha stops in its answer, its beta's instance is told to wake up (docs/kv_transfer.md)."""
+
 ENGINE_GAVE_UP = ("abort", "error")
 """Finish reasons after which an instance may never say `Ended`: its scheduler may not even have seen the request."""
 
@@ -96,6 +99,11 @@ class SendContinue:
 
 
 @dataclass(frozen=True, slots=True)
+class SendPrepare:
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SendMove:
     """hand_off_at: None lifts the alpha's hand-off."""
 
@@ -139,7 +147,9 @@ class Unavailable:
     status: int
 
 
-Instruction = PlaceAgain | Unavailable | SendRun | SendAnnounce | SendContinue | SendMove | SendRelease | SendAbort | Forward | Fail
+Instruction = (
+    PlaceAgain | Unavailable | SendRun | SendAnnounce | SendPrepare | SendContinue | SendMove | SendRelease | SendAbort | Forward | Fail
+)
 
 
 @dataclass
@@ -151,6 +161,8 @@ class RequestFlow:
     state: State = State.WHOLE
     output_token_ids: list[int] = field(default_factory=list)
     granted: bool = False
+    hand_off_at: int | None = None
+    """Where the alpha was told to stop."""
     parked_at: int | None = None
     released: bool = False
     live: set[Side] = field(default_factory=set)
@@ -165,6 +177,7 @@ class RequestFlow:
         if beta is None:
             return [SendRun(alpha.instance_id, None)]
         split = self.placement.split_token
+        self.hand_off_at = split
         self.live.add(Side.BETA)
         self.record.beta = MicroRecord(beta.instance_id)
         self.state = State.ALPHA
@@ -223,7 +236,7 @@ class RequestFlow:
         self._micro(side).output_tokens += len(tokens.token_ids)
         resumed = self._on_resumed(now_ms) if side is Side.BETA else []
         if tokens.finish_reason is None:
-            return [Forward(), *resumed]
+            return [Forward(), *resumed, *self._prepare_beta()]
         return [Forward(), *resumed, *self._finish(tokens.finish_reason, now_ms, finished=side)]
 
     def _on_resumed(self, now_ms: float) -> list[Instruction]:
@@ -233,6 +246,12 @@ class RequestFlow:
         self.state = State.BETA
         self.record.mark("beta_resumed", now_ms)
         return self._release()
+
+    def _prepare_beta(self) -> list[Instruction]:
+        computed = self.record.prompt_tokens + len(self.output_token_ids) - 1
+        if self.state is not State.ALPHA or not self.granted or computed + PREPARE_TOKENS != self.hand_off_at:
+            return []
+        return [SendPrepare(self._micro(Side.BETA).instance)]
 
     def _continue_if_ready(self, now_ms: float) -> list[Instruction]:
         if self.state is not State.ALPHA or self.parked_at is None or not self.granted:
@@ -289,6 +308,7 @@ class RequestFlow:
             return []
         assert self.placement.beta is not None
         self.record.moves += 1
+        self.hand_off_at = hand_off_at
         return [
             SendMove(Side.ALPHA, self.placement.alpha.instance_id, hand_off_at),
             SendMove(Side.BETA, self.placement.beta.instance_id, hand_off_at),

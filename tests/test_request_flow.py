@@ -21,6 +21,7 @@ from dynaserve.request_flow import (
     SendAnnounce,
     SendContinue,
     SendMove,
+    SendPrepare,
     SendRelease,
     SendRun,
     Side,
@@ -67,6 +68,26 @@ def test_beta_continues_with_the_tokens_of_alpha() -> None:
     assert tell(flow, BETA, Resumed("r")) == [SendRelease("a")]
     assert tell(flow, BETA, Tokens([9], "length")) == [Forward()]
     assert flow.record.output_tokens == 3
+
+
+def test_betas_instance_is_woken_once_three_steps_before_the_alpha_stops() -> None:
+    flow = running(cut_flow(split=105))
+    tell(flow, BETA, Granted("r", 0))
+    steps = [tell(flow, ALPHA, Tokens([token], None)) for token in range(6)]
+    assert steps == [[Forward()]] * 2 + [[Forward(), SendPrepare("b")]] + [[Forward()]] * 3
+
+
+def test_a_moved_hand_off_wakes_betas_instance_for_its_new_point() -> None:
+    flow = running(cut_flow(split=105))
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Tokens([7], None))
+    flow.move(104)
+    assert tell(flow, ALPHA, Tokens([8], None)) == [Forward(), SendPrepare("b")]
+
+
+def test_an_instance_that_has_not_granted_is_not_woken() -> None:
+    flow = running(cut_flow(split=105))
+    assert tell(flow, ALPHA, *(Tokens([token], None) for token in range(6))) == [Forward()] * 6
 
 
 def test_beta_waits_for_its_grant() -> None:

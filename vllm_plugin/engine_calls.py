@@ -48,6 +48,18 @@ def dynaserve_reservation(self: Any, request_id: str) -> Any:
     return msgspec.to_builtins(self.scheduler.reservation(request_id))
 
 
+def dynaserve_prepare(self: Any) -> bool:
+    """A beta is about to resume: an engine at rest runs one step for nothing, since its first one takes longer.
+
+    False: it is not at rest, or has adapters, which such a step would unload (`LoRAModelRunnerMixin.maybe_setup_dummy_loras`).
+    """
+    if self.has_work() or self.vllm_config.lora_config is not None:
+        return False
+    self.scheduler.micro.counts["prepared"] += 1
+    self.execute_dummy_batch()
+    return True
+
+
 def dynaserve_continue(self: Any, request_id: str, hand_off_at: int, output_token_ids: list[int], came_s: float) -> bool:
     """came_s: when the message came to the gateway, on this machine's monotonic clock."""
     waited_ms = 1e3 * (time.monotonic() - came_s)

@@ -41,6 +41,7 @@ from dynaserve.messages import (
     LoraAdded,
     Move,
     Parked,
+    Prepare,
     Release,
     Run,
     Step,
@@ -59,6 +60,7 @@ from dynaserve.request_flow import (
     SendAnnounce,
     SendContinue,
     SendMove,
+    SendPrepare,
     SendRelease,
     SendRun,
     Side,
@@ -407,6 +409,8 @@ class FleetClient(Failover):
                     await self._send(name, self._announce(live, hand_off), live.request)
                 case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=known):
                     await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, known))
+                case SendPrepare(instance_id=name):
+                    await self._send(name, Prepare(self._wire_id(live, Side.BETA)))
                 case SendMove(side=side, instance_id=name, hand_off_at=hand_off):
                     await self._send(name, Move(self._wire_id(live, side), hand_off))
                 case SendRelease(instance_id=name):

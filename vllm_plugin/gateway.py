@@ -44,6 +44,7 @@ from dynaserve.messages import (
     Load,
     LoraAdded,
     Move,
+    Prepare,
     Pulse,
     Refused,
     Release,
@@ -203,6 +204,8 @@ class Gateway:
                     self._spawn(self._answer_announce(identity, request_id))
             case Continue() if self._owns(identity, message.request_id):
                 self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids, time.monotonic())
+            case Prepare() if self._owns(identity, message.request_id):
+                self._call("dynaserve_prepare")
             case Move() if self._owns(identity, message.request_id):
                 self._call("dynaserve_move", message.request_id, message.hand_off_at)
             case Release() if self._owns(identity, message.request_id):
