@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import zmq.asyncio
@@ -21,13 +20,12 @@ from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.instance_link import InstanceLink, LinkLost
 from dynaserve.liveness import Changed, FleetLiveness, Health
-from dynaserve.messages import Alive, InstanceDescription, Pulse, ToInstance
+from dynaserve.messages import InstanceDescription, Pulse, ToInstance
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 REJOIN_EVERY_S = 0.5
 ANSWER_TIMEOUT_S = 2.0
-TICKS_PER_ALIVE = 3
 BYE_LINGER_MS = 500
 
 
@@ -62,7 +60,7 @@ class FleetLinks:
             await self._join(instance, timeout_s)
 
     def watch(self) -> None:
-        """From now on the event loop is free: instances that are silent are dead, and they hear that we are alive."""
+        """From now on the event loop is free: instances that are silent are dead."""
         self._spawn(self._watch())
 
     @property
@@ -164,12 +162,10 @@ class FleetLinks:
             await self._apply(self.liveness.lost(name, reason))
 
     async def _watch(self) -> None:
-        for tick in count():
+        while True:
             now_s = time.monotonic()
             await self._apply(self.liveness.tick(now_s))
             await self.on_tick(now_s)
-            for link in list(self._links.values()) if tick % TICKS_PER_ALIVE == 0 else ():
-                await link.send(Alive())
             await asyncio.sleep(self.liveness.limits.tick_s)
 
     async def _apply(self, changes: list[Changed]) -> None:

@@ -1,6 +1,9 @@
 """One connection of a front-end to the gateway of an instance.
 
 It is never mended: ZeroMQ would connect anew and lose, in silence, what was under way.  Who loses a link opens another one.
+
+ZeroMQ's own heartbeats (ZMTP PING and PONG) end a connection whose other end is stopped.  Its I/O thread answers them, so an event
+loop that is busy for seconds, or a long hold of the interpreter's lock, is not taken for a death.
 """
 
 from __future__ import annotations
@@ -18,6 +21,16 @@ from dynaserve.errors import ConfigError
 from dynaserve.messages import Beat, Bye, FromInstance, Hello, ToInstance, Welcome
 
 _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
+
+
+PING_MS, NO_PONG_MS = 300, 1200
+"""How often either end of a connection asks whether the other one lives, and how long it waits for the answer."""
+
+
+def keep_alive(socket: zmq.Socket[Any]) -> None:
+    """To be called before it is bound or connected."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, NO_PONG_MS)
 
 
 class LinkLost(Exception):
@@ -39,6 +52,7 @@ class InstanceLink:
         self._socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
         self._socket.setsockopt(zmq.ROUTING_ID, f"{frontend_id}.{session}".encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        keep_alive(self._socket)
         self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 
     async def open(self, instance_epoch: str, timeout_s: float) -> None:
@@ -88,7 +102,7 @@ class InstanceLink:
             if self.closed:
                 raise LinkLost("closed") from error
             raise
-        return "its connection was cut" if event["event"] == zmq.EVENT_DISCONNECTED else "its connection was closed"
+        return "its connection was cut, or answers no more" if event["event"] == zmq.EVENT_DISCONNECTED else "its connection was closed"
 
     def close(self, *, bye: bool = False) -> None:
         """bye: say so, for the instance to stop what runs for us. Idempotent; also where the event loop has gone."""

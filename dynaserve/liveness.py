@@ -1,11 +1,12 @@
 """Which instances are alive, by what a front-end hears of them.
 
     UP --silent, or no new pulse of its engine core--> SUSPECT --for longer--> DEAD --join()--> UP, in a new epoch
-                                                         |
-                                                         +--heard again--> UP
+     |                                                   |
+     +--lost()--> DEAD                                   +--heard again--> UP
 
-Two signals must go on: *beats* of the API process, and *pulses* of the engine core that the beats carry.  A pulse comes from
-a thread that runs beside the forward pass, so a long step does not silence it; a stopped process is silent as a whole.
+A killed or stopped API process is noticed by its connection (`dynaserve.instance_link`), which calls `lost`.  Here two more
+signals must go on: *beats* of the API process, which a busy event loop delays and only a hanging one ends, and *pulses* of the
+engine core that the beats carry.  A pulse comes from a thread that runs beside the forward pass, so a long step does not silence it.
 
 Pure: no sockets, no clock.  What only the observer missed does not count: see `FleetLiveness.tick`.
 The states and their limits are in docs/failures.md.
@@ -29,16 +30,18 @@ class Health(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """suspect_s, dead_s: of silence. tick_s: how often the observer looks. pause_s: what is longer between two looks is its own pause.
+    """suspect_s: of either silence. dead_s: without a new pulse. hung_s: without a beat. tick_s: how often the observer looks.
+    pause_s: what is longer between two looks is its own pause.
 
-    gap_factor: how many times its accustomed gap an instance may be silent, where that is longer, up to longest_s: on a starved machine
-    signs of life come late, and a false alarm costs work. gap_memory: of the longest gap, what is left of it at the next sign.
+    gap_factor: how many times its accustomed gap an engine core may be silent, where that is longer, up to longest_s: on a starved
+    machine pulses come late, and a false alarm costs work. gap_memory: of the longest gap, what is left of it at the next pulse.
 
     stuck_s: of a single engine step, or `stuck_factor` times its predicted length where that is longer: its workers hang.
     """
 
     suspect_s: float = 0.8
     dead_s: float = 1.4
+    hung_s: float = 10.0
     tick_s: float = 0.1
     pause_s: float = 0.4
     gap_factor: float = 3.0
@@ -60,7 +63,8 @@ class Changed:
 
 @dataclass(slots=True)
 class _Observed:
-    """silent_s: without a beat. still_s: without a new pulse. gap_s: the longest of either lately. Seconds that the observer was awake."""
+    """silent_s: without a beat. still_s: of beats without a new pulse. gap_s: the longest of the latter lately. Seconds that the
+    observer was awake."""
 
     health: Health = Health.DEAD
     epoch: int = 0
@@ -82,7 +86,7 @@ class FleetLiveness:
         """The instance has answered as who it is: a new epoch begins."""
         seen = self._observed.setdefault(instance_id, _Observed())
         # What it died of may have been a pause: it is accustomed to that.
-        self._observed[instance_id] = _Observed(Health.UP, seen.epoch + 1, gap_s=max(seen.gap_s, seen.silent_s, seen.still_s))
+        self._observed[instance_id] = _Observed(Health.UP, seen.epoch + 1, gap_s=max(seen.gap_s, seen.still_s))
         return Changed(instance_id, Health.UP, seen.epoch + 1, JOINED)
 
     def beat(self, instance_id: str, pulse: Pulse | None) -> list[Changed]:
@@ -90,12 +94,13 @@ class FleetLiveness:
         seen = self._observed.get(instance_id)
         if seen is None or seen.health is Health.DEAD:
             return []  # a late word of a life that is over
-        seen.gap_s = max(seen.gap_s * self.limits.gap_memory, seen.silent_s)
+        # What the beats do not say of the engine core is no word against it: they are late where the API process is busy.
+        seen.still_s += min(seen.silent_s, self.limits.pause_s)
         seen.silent_s = 0.0
         if pulse is not None and (seen.pulse is None or pulse.number != seen.pulse.number):
-            seen.gap_s = max(seen.gap_s, seen.still_s)
+            seen.gap_s = max(seen.gap_s * self.limits.gap_memory, seen.still_s)
             seen.pulse, seen.still_s = pulse, 0.0
-        if seen.health is Health.SUSPECT and self._trouble(seen, self.limits.suspect_s) is None:
+        if seen.health is Health.SUSPECT and self._suspicion(seen) is None:
             seen.health = Health.UP
             return [Changed(instance_id, Health.UP, seen.epoch, "heard again")]
         return []
@@ -122,10 +127,9 @@ class FleetLiveness:
             if seen.health is Health.DEAD:
                 continue
             seen.silent_s += passed_s
-            seen.still_s += passed_s
-            if (reason := self._trouble(seen, self.limits.dead_s)) is not None:
+            if (reason := self._fault(seen)) is not None:
                 changes.append(self._change(instance_id, seen, Health.DEAD, reason))
-            elif seen.health is Health.UP and (reason := self._trouble(seen, self.limits.suspect_s)) is not None:
+            elif seen.health is Health.UP and (reason := self._suspicion(seen)) is not None:
                 changes.append(self._change(instance_id, seen, Health.SUSPECT, reason))
         return changes
 
@@ -147,17 +151,28 @@ class FleetLiveness:
         seen.health = health
         return Changed(instance_id, health, seen.epoch, reason)
 
-    def _trouble(self, seen: _Observed, limit_s: float) -> str | None:
-        """What is wrong for longer than `limit_s`, or than the instance is accustomed to; None: nothing."""
-        accustomed_s = self.limits.gap_factor * seen.gap_s * limit_s / self.limits.dead_s
-        limit_s = max(limit_s, min(accustomed_s, self.limits.longest_s))
-        if seen.silent_s > limit_s:
-            return f"its API process is silent for {seen.silent_s:.1f} s"
-        if seen.still_s > limit_s:
-            return f"its engine core is silent for {seen.still_s:.1f} s"
+    def _suspicion(self, seen: _Observed) -> str | None:
+        return self._silence(seen, self.limits.suspect_s, self._patience_s(seen) * self.limits.suspect_s / self.limits.dead_s)
+
+    def _fault(self, seen: _Observed) -> str | None:
+        """What an instance is dead of; None: it is not."""
+        if (reason := self._silence(seen, self.limits.hung_s, self._patience_s(seen))) is not None:
+            return reason
         step_s = None if seen.pulse is None else seen.pulse.step_running_s
         if step_s is not None and seen.pulse is not None:
             allowed_s = max(self.limits.stuck_s, self.limits.stuck_factor * (seen.pulse.step_predicted_ms or 0.0) / 1e3)
             if step_s > allowed_s:
                 return f"its step {seen.pulse.step} runs for {step_s:.0f} s, {allowed_s:.0f} s are allowed"
         return None
+
+    def _silence(self, seen: _Observed, api_s: float, core_s: float) -> str | None:
+        """Longer than these."""
+        if seen.silent_s > api_s:
+            return f"its API process is silent for {seen.silent_s:.1f} s"
+        if seen.still_s > core_s:
+            return f"its engine core is silent for {seen.still_s:.1f} s"
+        return None
+
+    def _patience_s(self, seen: _Observed) -> float:
+        """With its engine core, by what it is accustomed to."""
+        return max(self.limits.dead_s, min(self.limits.gap_factor * seen.gap_s, self.limits.longest_s))

@@ -25,10 +25,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     session: int = 0
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The front-end lives. What runs for one that is silent for too long is aborted."""
-
-
 class SenderLost(msgspec.Struct, frozen=True, tag=True):
     """The instance of these workers is dead: end all transfers from and to them that can be ended."""
 
@@ -113,7 +109,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front-end is leaving: abort everything of its."""
 
 
-ToInstance = Hello | Alive | SenderLost | Run | Announce | Continue | Prepare | Move | Release | Abort | AddLora | Bye
+ToInstance = Hello | SenderLost | Run | Announce | Continue | Prepare | Move | Release | Abort | AddLora | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

@@ -25,11 +25,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve.frontend_sessions import FrontendSessions
+from dynaserve.instance_link import keep_alive
 from dynaserve.messages import (
     PROTOCOL_VERSION,
     Abort,
     AddLora,
-    Alive,
     Announce,
     Beat,
     Bye,
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.dynaserve.gateway")
 
+BEAT_S = 0.2
+
 DROPPED = Counter("dynaserve_dropped_messages", "Messages on the gateway's socket that were malformed or not allowed.", ["reason"])
 
 
@@ -110,6 +112,8 @@ class Gateway:
         # A token that is dropped is worse than memory that is used; a front-end that reconnects keeps its identity.
         socket.set_hwm(0)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tells of a front-end that has gone, by `keep_alive`
+        keep_alive(socket)
         port = options.port or socket.bind_to_random_port(f"tcp://{options.host}")
         if options.port:
             socket.bind(f"tcp://{options.host}:{options.port}")
@@ -153,18 +157,19 @@ class Gateway:
             self.pulse = decoder.decode(await socket.recv())
 
     async def _beat(self) -> None:
-        """Tells every front-end that this instance lives, and frees what was asked for by those that do not say so themselves."""
+        """Tells every front-end that this instance lives; it finds out who has gone."""
         while True:
-            for identity in self.sessions.tick(time.monotonic()):
-                logger.warning("a front-end is silent: its requests are aborted")
-                await self._drop(identity)
             for identity in self.sessions.identities:
                 await self._send(identity, Beat(self.pulse, self.draining))
-            await asyncio.sleep(self.sessions.tick_s)
+            await asyncio.sleep(BEAT_S)
 
     async def _drop(self, identity: bytes) -> None:
         """The word comes before whatever the abort causes: the front-end takes its requests elsewhere."""
         await self._send(identity, Dropped())
+        await self._leave(identity)
+
+    async def _leave(self, identity: bytes) -> None:
+        self.sessions.bye(identity)
         await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
 
     # -- from front-ends -----------------------------------------------------------------------------------------------
@@ -183,15 +188,13 @@ class Gateway:
                 logger.exception("a message of %d bytes failed", sum(map(len, frames)))
 
     async def _handle(self, identity: bytes, message: ToInstance, frames: Sequence[bytes]) -> None:
-        if not self.sessions.heard(identity) and not isinstance(message, Hello):
+        if identity not in self.sessions and not isinstance(message, Hello):
             DROPPED.labels("no hello").inc()
             await self._send(identity, Dropped())
             return
         match message:
             case Hello():
                 await self._hello(identity, message)
-            case Alive():
-                self.sessions.alive(identity)
             case SenderLost(worker_ids=worker_ids):
                 self._call("dynaserve_peers_lost", worker_ids)
             case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
@@ -215,8 +218,7 @@ class Gateway:
             case AddLora():
                 self._spawn(self._add_lora(identity, message))
             case Bye():
-                self.sessions.bye(identity)
-                await self._abort([request_id for request_id, owner in self.routes.items() if owner == identity])
+                await self._leave(identity)
 
     async def _hello(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -365,4 +367,12 @@ class Gateway:
                     await self._send(identity, Step([], load, time.monotonic()))
 
     async def _send(self, identity: bytes, message: FromInstance, frames: Sequence[Any] = ()) -> None:
-        await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])
+        """To a front-end that has gone: what it has asked for is aborted."""
+        try:
+            await self.socket.send_multipart([identity, msgspec.msgpack.encode(message), *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if identity in self.sessions:
+                logger.warning("a front-end has gone: its requests are aborted")
+                await self._leave(identity)

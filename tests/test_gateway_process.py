@@ -1,0 +1,129 @@
+"""A front-end's links to an instance's API process that is stopped, killed or busy: a process of its own, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from dynaserve.instance_link import keep_alive
+from dynaserve.liveness import Health
+from tests.test_fleet_links import Frontend, Gateway, until
+
+BUSY_S = 4.0
+"""Longer than ZeroMQ's heartbeats wait."""
+
+
+def _serve(address: Connection) -> None:
+    """An API process with this gateway; told to be busy, its event loop does nothing else."""
+
+    async def serve() -> None:
+        gateway = Gateway()
+        gateway.start(zmq.asyncio.Context())
+        address.send(gateway.address)
+        while True:
+            await asyncio.sleep(0.05)
+            if address.poll():
+                address.recv()
+                time.sleep(BUSY_S)  # noqa: ASYNC251 - this is what is tested
+                address.send("done")
+
+    asyncio.run(serve())
+
+
+def run(scenario: Callable[[Frontend, int, Connection], Awaitable[None]]) -> None:
+    """With a front-end that has joined the process."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    gateway = Gateway()
+    gateway.address = ours.recv()
+
+    async def with_frontend() -> None:
+        frontend = Frontend(gateway)
+        try:
+            await frontend.connect()
+            assert process.pid is not None
+            await scenario(frontend, process.pid, ours)
+        finally:
+            frontend.links.close()
+        assert not frontend.faults
+
+    try:
+        asyncio.run(with_frontend())
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_is_stopped_or_killed_loses_its_connection(kind: signal.Signals) -> None:
+    async def scenario(frontend: Frontend, pid: int, _: Any) -> None:
+        frontend.links.liveness.limits = type(frontend.links.liveness.limits)()  # with which a hanging event loop has time
+        os.kill(pid, kind)
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        assert "connection" in frontend.changes[-1].reason
+        if kind is signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+            await until(lambda: frontend.healths[-1] == (Health.UP, 2))
+
+    run(scenario)
+
+
+def test_a_busy_process_keeps_its_connection() -> None:
+    async def scenario(frontend: Frontend, _: int, pipe: Connection) -> None:
+        frontend.links.liveness.limits = type(frontend.links.liveness.limits)()
+        pipe.send("be busy")
+        await until(pipe.poll)
+        await until(lambda: frontend.healths[-1] == (Health.UP, 1))
+        assert Health.DEAD not in [health for health, _ in frontend.healths]
+
+    run(scenario)
+
+
+def test_a_busy_frontend_keeps_its_connection() -> None:
+    async def scenario(frontend: Frontend, _: int, __: Any) -> None:
+        time.sleep(BUSY_S)  # noqa: ASYNC251 - this is what is tested
+        heard = len(frontend.messages)
+        await until(lambda: len(frontend.messages) > heard + 10)
+        assert frontend.healths == [(Health.UP, 1)]
+
+    run(scenario)
+
+
+def test_an_instance_hears_of_a_front_end_that_has_gone() -> None:
+    """What a gateway relies on: the next word to it fails."""
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        router = context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        keep_alive(router)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        await dealer.send(b"hello")
+        identity, _ = await router.recv_multipart()
+        await router.send_multipart([identity, b"beat"])
+        dealer.close(linger=0)
+
+        async def beat() -> None:
+            while True:
+                await router.send_multipart([identity, b"beat"])
+                await asyncio.sleep(0.05)
+
+        with pytest.raises(zmq.ZMQError, match="unreachable"):
+            await asyncio.wait_for(beat(), 30)
+        context.destroy(linger=0)
+
+    asyncio.run(scenario())
