@@ -246,7 +246,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """The front-end is not known, or was silent for too long: nothing runs for it any more. It may say hello anew."""
+    """The front-end is not known here, or has a newer connection: nothing runs for this one any more. It may say hello anew."""
 
 
 class LoraAdded(msgspec.Struct, frozen=True, tag=True):

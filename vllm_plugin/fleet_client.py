@@ -290,7 +290,7 @@ class FleetClient(Failover):
                     self._stopping.add(instance)
                     await self._take_new_requests()
             case Dropped():
-                await self._links.lost(instance, "it has dropped this front-end, which was silent for too long")
+                await self._links.lost(instance, "it does not know this front-end any more")
             case LoraAdded():
                 self._adapters.answered(instance, message)
 
