@@ -10,11 +10,13 @@ import psutil
 import pytest
 
 from dynaserve.local.children import start_child
-from dynaserve.local.fleet import FleetFailed, LocalFleet, free_ports
+from dynaserve.local.fleet import FIXED_PORTS, FleetFailed, LocalFleet, free_ports
 
 
 def test_ports_are_free_and_different() -> None:
-    assert len(set(free_ports(20))) == 20
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert set(ports) <= set(FIXED_PORTS)
 
 
 def test_urls_are_those_of_the_ports() -> None:

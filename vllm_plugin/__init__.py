@@ -6,9 +6,13 @@ installed; without the flag that adds some lines to `--help` and changes nothing
 
 from __future__ import annotations
 
+import os
+
 
 def register() -> None:
     """Entry point `vllm.general_plugins`; idempotent, imports nothing heavy (it runs on the way to `--help`)."""
     from vllm_plugin import patches
 
     patches.install_command_line()
+    if os.environ.get(patches.NO_BUSY_WAIT) == "1":
+        patches.install_waits_that_sleep()

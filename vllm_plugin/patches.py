@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from dynaserve.errors import ConfigError
@@ -51,6 +52,7 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
         "client_index",
         "renderer",
     ),
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait": ("self", "timeout_ms"),
     "vllm.v1.request:Request.append_output_token_ids": ("self", "token_ids"),
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens": ("self", "request", "new_token_ids"),
     "vllm.v1.worker.gpu_input_batch:InputBatch.add_request": ("self", "request"),
@@ -198,6 +200,42 @@ def tell_before_shutdown(engine_client: Any, tell: Callable[[], None]) -> None:
         return shutdown(*args, **kwargs)
 
     engine_client.shutdown = wrapper
+
+
+# -- any process of an engine ---------------------------------------------------------------------------------------------
+
+NO_BUSY_WAIT = "DYNASERVE_NO_BUSY_WAIT"
+"""Environment variable; 1: the processes of an engine, stock or ours, sleep while they wait for each other."""
+
+
+BUSY_S, BUSY_RECHECK_MS, IDLE_RECHECK_MS = 1.0, 1, 20
+
+
+def install_waits_that_sleep() -> None:
+    """Engine core and workers wait for the notification that vLLM's writers send anyway, instead of polling for a second.
+
+    Why: they poll shared memory with `sched_yield` (shm_broadcast.py:204). Where they share a core that takes the worker's time, and
+    on Linux 6.18 each yield moves the caller a slice ahead in virtual time, and the average with it, at which whoever wakes up is
+    placed: threads that had slept waited for over a second behind a worker (measured: 1.7 s; a real-time thread beside it 0 ms).
+    Notifications get lost (`SNDHWM` 1), which costs an engine that has rested up to `SHM_READER_RECHECK_INTERVAL_MS`, 5 s: we look
+    again much sooner.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    if not hasattr(SpinCondition, "_dynaserve_installed"):
+        SpinCondition._dynaserve_installed = True
+        SpinCondition.wait = _asleep(SpinCondition.wait)
+
+
+def _asleep(wait: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(wait)
+    def wrapper(self: Any, timeout_ms: int | None = None) -> None:
+        busy = time.monotonic() <= self.last_read + BUSY_S
+        limit_ms = BUSY_RECHECK_MS if busy else IDLE_RECHECK_MS
+        self.busy_loop_s = -1.0  # never polls
+        wait(self, limit_ms if timeout_ms is None else min(timeout_ms, limit_ms))
+
+    return wrapper
 
 
 # -- the worker processes ------------------------------------------------------------------------------------------------

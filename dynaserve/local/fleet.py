@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -20,6 +22,10 @@ from dynaserve.local.children import Child, start_child, stop_children
 HOST = "127.0.0.1"
 POLL_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 1.0
+NO_BUSY_WAIT = "DYNASERVE_NO_BUSY_WAIT"
+"""As in `vllm_plugin.patches`; for stock instances as well, so that a comparison is one."""
+FIXED_PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to outgoing connections."""
 
 
 class FleetFailed(DynaServeError):
@@ -147,7 +153,7 @@ class LocalFleet:
     def _start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         assert self.log_dir is not None
         stop_children([self.children[name]] if name in self.children else [])
-        quiet = {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        quiet = {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", NO_BUSY_WAIT: "1"}
         self.children[name] = start_child(name, command, self.log_dir / f"{name}.log", {**quiet, **env, **self.env}, self.stop_timeout_s)
 
     def _check_alive(self, name: str) -> None:
@@ -157,15 +163,18 @@ class LocalFleet:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind((HOST, 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+    """Ports of 127.0.0.1 that nothing listens on now, all different.
+
+    None of those that the system gives to outgoing connections: one could take it in the minute before its server starts.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(FIXED_PORTS, len(FIXED_PORTS)):
+        if len(ports) == count:
+            return ports
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((HOST, port))
+            ports.append(port)
+    raise FleetFailed(f"{count} free ports are needed, {len(ports)} of {FIXED_PORTS.start} to {FIXED_PORTS.stop - 1} are")
 
 
 def _script(name: str) -> str:
