@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 from dynaserve.fleet_view import Snapshot
 from dynaserve.records import RequestRecord
 
+URL = "url"
+"""Label that names an instance; `instance` is Prometheus's own, of whom it has asked."""
 HEALTHS = ("up", "suspect", "dead", "draining")
 _HAND_OVER_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0)
@@ -25,7 +27,7 @@ ENDED = Counter("dynaserve_requests_ended", "Sequences that are over, by how the
 REFUSED = Counter("dynaserve_requests_refused", "Requests that were answered 429, by what they would have waited in or for.", ["by"])
 UNAVAILABLE = Counter("dynaserve_requests_unavailable", "Requests that no instance took (503), or that took too long (504).", ["status"])
 PLACED_AGAIN = Counter("dynaserve_requests_placed_again", "Requests that went on elsewhere because an instance was lost.")
-DEATHS = Counter("dynaserve_instance_deaths", "How often an instance was declared dead.", ["instance"])
+DEATHS = Counter("dynaserve_instance_deaths", "How often an instance was declared dead.", [URL])
 REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
 HAND_OVER = Histogram(
@@ -37,7 +39,7 @@ GAPS = Counter("dynaserve_token_gaps", "Gaps between tokens of an answer, as the
 GAPS_IN_SLO = Counter("dynaserve_token_gaps_in_slo", "Those within the TBT SLO of their request.")
 FIRST_TOKENS = Counter("dynaserve_first_tokens", "First tokens of requests with a TTFT SLO.")
 FIRST_TOKENS_IN_SLO = Counter("dynaserve_first_tokens_in_slo", "Those that came within it.")
-DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
+DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", [URL])
 PLACING = Histogram(
     "dynaserve_placement_seconds",
     "Time to decide where a request runs.",
@@ -85,13 +87,11 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self.snapshot()
         health = GaugeMetricFamily(
-            "dynaserve_instance_health", "1 for the health that an instance has, 0 for others.", labels=["instance", "health"]
+            "dynaserve_instance_health", "1 for the health that an instance has, 0 for others.", labels=[URL, "health"]
         )
-        running = GaugeMetricFamily("dynaserve_instance_requests_running", "Requests in the batch of an instance.", labels=["instance"])
-        waiting = GaugeMetricFamily("dynaserve_instance_requests_waiting", "Requests in the queue of an instance.", labels=["instance"])
-        usage = GaugeMetricFamily(
-            "dynaserve_instance_kv_usage_ratio", "Share of an instance's KV blocks that are taken.", labels=["instance"]
-        )
+        running = GaugeMetricFamily("dynaserve_instance_requests_running", "Requests in the batch of an instance.", labels=[URL])
+        waiting = GaugeMetricFamily("dynaserve_instance_requests_waiting", "Requests in the queue of an instance.", labels=[URL])
+        usage = GaugeMetricFamily("dynaserve_instance_kv_usage_ratio", "Share of an instance's KV blocks that are taken.", labels=[URL])
         for instance in now.instances:
             for name in HEALTHS:
                 health.add_metric([instance.name, name], float(instance.health == name))

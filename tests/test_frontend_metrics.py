@@ -38,7 +38,7 @@ def test_the_end_of_a_cut_request_is_counted() -> None:
 def test_gauges_are_those_of_the_snapshot() -> None:
     registry = CollectorRegistry()
     registry.register(FleetCollector(looked_at.snapshot))
-    of_a, of_b = {"instance": A}, {"instance": B}
+    of_a, of_b = {"url": A}, {"url": B}
     assert registry.get_sample_value("dynaserve_instance_health", of_b | {"health": "suspect"}) == 1
     assert registry.get_sample_value("dynaserve_instance_health", of_b | {"health": "up"}) == 0
     assert registry.get_sample_value("dynaserve_instance_requests_running", of_a) == 3
