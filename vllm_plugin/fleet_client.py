@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ from dynaserve.messages import (
     ToInstance,
 )
 from dynaserve.messages import Event as InstanceEvent
-from dynaserve.records import RecordBook, TokenGaps
+from dynaserve.records import RecordBook, RequestRecord, TokenGaps
 from dynaserve.request_flow import (
     ClientGone,
     Event,
@@ -146,6 +146,9 @@ class FleetClient(Failover):
         if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
             frontend_metrics.REFUSED.labels(refusal.kind).inc()
             raise Overloaded(refusal.reason, refusal.retry_after_s)
+
+    def on_over(self, record: RequestRecord, trace_headers: Mapping[str, str] | None) -> None:
+        """Of a request that is over on all instances. The server sets what traces it."""
 
     def snapshot(self) -> fleet_view.Snapshot:
         """What is known now, for those who look."""
@@ -356,6 +359,7 @@ class FleetClient(Failover):
         self._admission.left(live.internal_id, time.monotonic())
         record = live.flow.record
         frontend_metrics.observe_end(record)
+        self.on_over(record, live.request.trace_headers)
         ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
         sequence = [*(live.request.prompt_token_ids or ()), *live.flow.output_token_ids]
