@@ -1,7 +1,8 @@
-"""The Grafana dashboard asks for nothing that is not there."""
+"""The Grafana dashboard asks for nothing that is not there, and the documentation has it all."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -13,12 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from dynaserve import frontend_metrics
+from dynaserve import fleet_view, frontend_metrics
 from dynaserve.frontend_metrics import FleetCollector
 from tests import looked_at
 from vllm_plugin import step_metrics
 
-DASHBOARD = Path(__file__).parent.parent / "examples" / "grafana" / "dynaserve.json"
+ROOT = Path(__file__).parent.parent
+DASHBOARD = ROOT / "examples" / "grafana" / "dynaserve.json"
+DOCUMENTED = (ROOT / "docs" / "observability.md").read_text()
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}
 OF_PROMETHEUS = {"le", "instance"}
 """Labels that are in no definition: of buckets, and of whom Prometheus has asked."""
@@ -86,3 +89,17 @@ def test_the_dashboard_can_be_imported() -> None:
         assert not taken & cells, panel["title"]
         assert at["x"] + at["w"] <= 24
         cells |= taken
+
+
+def test_every_metric_of_the_front_end_is_documented() -> None:
+    metrics = [value for value in vars(frontend_metrics).values() if isinstance(value, MetricWrapperBase)]
+    names = {family.name + ("_total" if family.type == "counter" else "") for metric in metrics for family in metric.describe()}
+    names |= {family.name for family in FleetCollector(looked_at.snapshot).collect()}
+    missing = {name for name in names if f"`{name}" not in DOCUMENTED}
+    assert not missing
+
+
+def test_every_field_of_the_snapshot_is_documented() -> None:
+    views = [value for value in vars(fleet_view).values() if isinstance(value, type) and value.__module__ == fleet_view.__name__]
+    missing = {field.name for view in views for field in dataclasses.fields(view) if f"`{field.name}`" not in DOCUMENTED}
+    assert not missing
