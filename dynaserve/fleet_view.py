@@ -15,7 +15,7 @@ from dynaserve.messages import MeasuredStep
 from dynaserve.records import MicroRecord, RequestRecord
 
 MOST_REQUESTS = 100
-MOST_CHUNKS = 64
+MOST_CHUNKS = 32
 MOST_CHARACTERS = 200
 """Of a request's id or reason, which may come from a client."""
 

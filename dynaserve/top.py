@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
                 console = Console()
                 Console(width=max(console.width, NARROWEST)).print(frame(first))
                 return
-            _follow(frontend, http, first, args.interval)
+            follow(lambda: frontend.ask(http), first, args.interval)
     except (ConfigError, NoInstance) as error:
         print(f"dynaserve top: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
@@ -110,14 +111,15 @@ def _api_key(args: argparse.Namespace) -> str | None:
     return key
 
 
-def _follow(frontend: FrontendAt, http: httpx.Client, first: Snapshot, interval_s: float) -> None:
+def follow(ask: Callable[[], Snapshot], first: Snapshot, interval_s: float) -> None:
+    """Draws a frame every interval_s seconds, for ever; raises what `ask` does but NoInstance, which is shown."""
     shown = first
     with Live(frame(shown), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
             away = ""
             try:
-                shown = frontend.ask(http)
+                shown = ask()
             except NoInstance as error:
                 away = str(error)
             live.update(frame(shown, away), refresh=True)

@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from dynaserve import frontend_metrics
 from dynaserve.admission import Admission
 from dynaserve.errors import Overloaded
 from dynaserve.fleet import Instance
@@ -122,12 +123,15 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_that_the_client_has() -> No
 def test_a_request_without_any_instance_waits_and_is_then_unavailable() -> None:
     async def scenario(fleet: Fleet) -> None:
         told: list[tuple[str, int]] = []
+        counted = frontend_metrics.UNAVAILABLE.labels(503)
+        before = counted._value.get()
         fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
         await fleet.start("r")
         for gateway in fleet.gateways.values():
             gateway.cut()
         await until(lambda: bool(told))
         assert told == [("r", 503)]
+        assert counted._value.get() == before + 1
 
     run(scenario)
 

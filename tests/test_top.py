@@ -6,14 +6,17 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from dynaserve import fleet_view
+from dynaserve.errors import NoInstance
+from dynaserve.fleet_view import Snapshot
 from dynaserve.local.fleet import free_ports
-from dynaserve.top import frame, main
+from dynaserve.top import follow, frame, main
 from tests import looked_at
 
 KEY = "sesame"
@@ -97,3 +100,26 @@ def test_what_is_wrong_is_said_in_one_sentence(
     assert ended.value.code == status
     assert sentence in told
     assert len(told.splitlines()) == 1
+
+
+def test_a_frame_says_why_it_is_old(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=120).print(frame(looked_at.snapshot(), "http://f does not answer: refused"))
+    away, now, *_ = capsys.readouterr().out.splitlines()
+    assert away == "http://f does not answer: refused"
+    assert "2 running" in now
+
+
+def test_it_waits_for_a_front_end_that_is_away() -> None:
+    class Frontend:
+        """Is away, is back, and then who looks presses Ctrl-C."""
+
+        answers: ClassVar[list[Snapshot | BaseException]] = [NoInstance("away"), looked_at.snapshot(), KeyboardInterrupt()]
+
+        def ask(self) -> Snapshot:
+            if isinstance(answer := self.answers.pop(0), BaseException):
+                raise answer
+            return answer
+
+    with pytest.raises(KeyboardInterrupt):
+        follow(Frontend().ask, looked_at.snapshot(), 0.01)
+    assert not Frontend.answers
