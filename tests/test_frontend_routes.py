@@ -50,6 +50,7 @@ def test_the_page_is_open_and_its_data_are_not() -> None:
         assert (await http.get("/dynaserve/snapshot")).status_code == 401
         answer = await http.get("/dynaserve/snapshot", headers={"authorization": "Bearer sesame"})
         assert msgspec.json.decode(answer.content, type=Snapshot) == looked_at.snapshot()
+        assert "/dynaserve/snapshot" in (await http.get("/openapi.json")).json()["paths"]
 
     run(scenario, ["sesame"])
 
