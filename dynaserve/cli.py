@@ -9,6 +9,7 @@ from importlib import import_module
 COMMANDS = {
     "serve": ("dynaserve.serve:main", "serve an OpenAI-compatible endpoint over a fleet of instances"),
     "profile": ("dynaserve.profiling.command:main", "measure how long a model's steps take on this machine"),
+    "top": ("dynaserve.top:main", "show instances and recent requests of a running fleet"),
     "bench": ("dynaserve.bench:main", "measure a server"),
     "simulate": ("dynaserve.bench.simulate:main", "simulate a fleet on a virtual clock"),
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -12,18 +13,28 @@ import msgspec
 from dynaserve import latency_profile
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey
-from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load
+from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 
 _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
+
+RECENT_STEPS = 32
 
 
 @dataclass
 class Instance:
-    """instance_id: its URL, without a trailing slash; the same name everywhere (records, metrics, errors)."""
+    """instance_id: its URL, without a trailing slash; the same name everywhere (records, metrics, errors).
+
+    load: as it said last; None: it has said nothing in this life. recent_steps: the newest last; none from vLLM's own batching.
+    """
 
     instance_id: str
     description: InstanceDescription
     load: Load | None = None
+    recent_steps: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+
+    def take_load(self, load: Load) -> None:
+        self.load = load
+        self.recent_steps.extend(load.steps)
 
 
 def describe(url: str, timeout_s: float = 10.0) -> InstanceDescription:
@@ -58,9 +69,9 @@ def check(instance: Instance, first: Instance) -> None:
     name, ours, theirs = instance.instance_id, first.description, instance.description
     if theirs.protocol_version != PROTOCOL_VERSION:
         raise ConfigError(f"instance {name} speaks protocol {theirs.protocol_version}, this front-end {PROTOCOL_VERSION}")
-    for field in _MUST_BE_EQUAL:
-        if (mine := getattr(ours, field)) != (other := getattr(theirs, field)):
-            raise ConfigError(f"{field} differs: {first.instance_id} has {mine}, {name} has {other}")
+    for attribute in _MUST_BE_EQUAL:
+        if (mine := getattr(ours, attribute)) != (other := getattr(theirs, attribute)):
+            raise ConfigError(f"{attribute} differs: {first.instance_id} has {mine}, {name} has {other}")
     for mine, other in zip(ours.workers, theirs.workers, strict=True):
         if mine.kv_layout != other.kv_layout:
             raise ConfigError(f"KV layout differs: {first.instance_id} has {mine.kv_layout}; {name} has {other.kv_layout}")

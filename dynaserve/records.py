@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 
@@ -47,6 +48,32 @@ class KvRecord:
 
 
 @dataclass
+class TokenGaps:
+    """The gaps between tokens (TBT), as they reached the front-end; tokens of one step have none between them. slo_ms: the request's.
+
+    last_ms: when the newest token came, from arrival; None: none has.
+    """
+
+    slo_ms: float
+    count: int = 0
+    in_slo: int = 0
+    longest_ms: float = 0.0
+    last_ms: float | None = None
+
+    def add(self, tokens: int, now_ms: float) -> None:
+        """So many tokens have come at once."""
+        if not tokens:
+            return
+        gap_ms = 0.0 if self.last_ms is None else now_ms - self.last_ms
+        late = gap_ms > self.slo_ms
+        count = tokens if self.last_ms is not None else tokens - 1  # none before the first token
+        self.count += count
+        self.in_slo += count - late
+        self.longest_ms = max(self.longest_ms, round(gap_ms, 3))
+        self.last_ms = round(now_ms, 3)
+
+
+@dataclass
 class RequestRecord:
     """One sequence of a request. reason: why it was cut or not. lifted: why an announced hand-off did not happen.
 
@@ -56,8 +83,8 @@ class RequestRecord:
 
     split_token: where alpha stopped, once it has; before, where it is to stop. moves: how often that was changed on the way.
 
-    timeline_ms: milliseconds from arrival to each phase, as the front-end saw it. step_rest_ms: how long the hand-over waited
-    for the end of a step of beta's instance.
+    arrived_s: Unix time, in seconds. timeline_ms: milliseconds from arrival to each phase, as the front-end saw it. step_rest_ms: how
+    long the hand-over waited for the end of a step of beta's instance. ttft_slo_ms: None where it has none.
     """
 
     request_id: str
@@ -76,6 +103,9 @@ class RequestRecord:
     expected: dict[str, Any] = field(default_factory=dict)
     revisions: list[dict[str, Any]] = field(default_factory=list)
     timeline_ms: dict[str, float] = field(default_factory=dict)
+    arrived_s: float = 0.0
+    ttft_slo_ms: float | None = None
+    gaps: TokenGaps | None = None
 
     def mark(self, phase: str, now_ms: float) -> None:
         self.timeline_ms.setdefault(phase, round(now_ms, 3))
@@ -83,6 +113,19 @@ class RequestRecord:
     def lose(self, reason: str, now_ms: float) -> None:
         """The request has lost an instance that it needs; alpha and beta are from now on those of its next attempt."""
         self.lost_attempts.append(LostAttempt(reason, self.output_tokens, round(now_ms, 3), self.alpha, self.beta))
+
+    @property
+    def state(self) -> str:
+        """How far it is, by the names of `request_flow.State`."""
+        if self.finish_reason is not None:
+            return "finished"
+        if self.lost_attempts and self.lost_attempts[-1].alpha is self.alpha:
+            return "orphaned"
+        if self.beta is None or self.lifted is not None:
+            return "whole"
+        if "beta_resumed" in self.timeline_ms:
+            return "beta"
+        return "handing_over" if "continue_sent" in self.timeline_ms else "alpha"
 
     @property
     def recomputed_tokens(self) -> int | None:
@@ -109,6 +152,10 @@ class RecordBook:
         self._sequences.setdefault(record.request_id, []).append(record)
         while len(self._sequences) > self._capacity:
             self._sequences.popitem(last=False)
+
+    def recent(self, most: int) -> list[RequestRecord]:
+        """The last sequences, the newest first."""
+        return list(islice(chain.from_iterable(reversed(records) for records in reversed(self._sequences.values())), most))
 
     def find(self, request_id: str) -> list[RequestRecord]:
         """Sequences of a request; completions of several prompts are found by the id of their common answer."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from functools import cache
 
 import pytest
 
+CHROMIUM = ("chromium", "chromedriver")
 APT_LINE = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
 
 
@@ -23,8 +25,23 @@ def mooncake_missing() -> str | None:
     return None
 
 
+@cache
+def chromium_missing() -> str | None:
+    """Why no page can be looked at here; None: one can."""
+    if importlib.util.find_spec("selenium") is None:
+        return "pip install 'dynaserve[dev]'"
+    if not all(map(shutil.which, CHROMIUM)):
+        return "apt-get install chromium chromium-driver"
+    return None
+
+
+NEEDS = {"mooncake": mooncake_missing, "chromium": chromium_missing}
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("mooncake") and (missing := mooncake_missing()):
-        if os.environ.get("DYNASERVE_REQUIRE_MOONCAKE") == "1":
-            pytest.fail(missing)
-        pytest.skip(missing)
+    """DYNASERVE_REQUIRE_MOONCAKE=1 and DYNASERVE_REQUIRE_CHROMIUM=1: what is missing is a failure, not a reason to skip."""
+    for name, missing in NEEDS.items():
+        if item.get_closest_marker(name) and (reason := missing()):
+            if os.environ.get(f"DYNASERVE_REQUIRE_{name.upper()}") == "1":
+                pytest.fail(reason)
+            pytest.skip(reason)

@@ -18,13 +18,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from dynaserve import frontend_metrics
 from dynaserve.admission import Admission
 from dynaserve.errors import Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.length_predictor import LengthPredictor
-from dynaserve.messages import Abort, InstanceDescription, Run, SenderLost, Step, WorkerDescription
+from dynaserve.messages import Abort, Ended, InstanceDescription, Load, MeasuredStep, Run, SenderLost, Step, WorkerDescription
 from dynaserve.request_placer import RequestPlacer
 from tests.test_fleet_links import Gateway, description, until
 from vllm_plugin.fleet_client import FleetClient
@@ -122,12 +123,15 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_that_the_client_has() -> No
 def test_a_request_without_any_instance_waits_and_is_then_unavailable() -> None:
     async def scenario(fleet: Fleet) -> None:
         told: list[tuple[str, int]] = []
+        counted = frontend_metrics.UNAVAILABLE.labels(503)
+        before = counted._value.get()
         fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
         await fleet.start("r")
         for gateway in fleet.gateways.values():
             gateway.cut()
         await until(lambda: bool(told))
         assert told == [("r", 503)]
+        assert counted._value.get() == before + 1
 
     run(scenario)
 
@@ -171,3 +175,35 @@ def test_a_full_fleet_refuses_before_a_request_costs_anything() -> None:
         fleet.client.admit(10, {}, 20)
 
     run(scenario, most_waiting=1)
+
+
+def test_those_who_look_see_a_request_from_its_start_to_its_end() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        over: list[tuple[str, object]] = []
+        fleet.client.on_over = lambda record, headers: over.append((record.request_id, headers))  # type: ignore[method-assign]
+        name = await fleet.start("r", extra_args={"dynaserve_tbt_ms": 60_000.0})
+        wire_id = fleet.runs(name, "r")[0].request_id
+        for tokens in ([7], [8, 9]):
+            await fleet.sample(name, wire_id, tokens)
+            await fleet.output()
+        load = Load(1, 0, 0.5, [MeasuredStep(10, 55.0, 0, 0, 12.0)])
+        await fleet.gateways[name].say(Step([], load, time.monotonic()))
+        await until(lambda: fleet.client.instances[name].load == load)
+        now = fleet.client.snapshot()
+        assert (now.running_requests, now.waiting_requests) == (1, 0)
+        (busy,) = (instance for instance in now.instances if instance.name == name)
+        assert (busy.health, busy.running_requests, busy.kv_usage, busy.recent_steps[-1].measured_ms) == ("up", 1, 0.5, 12.0)
+        (request,) = now.requests
+        assert request.gaps is not None
+        assert (request.state, request.output_tokens, request.gaps.count, request.gaps.in_slo) == ("whole", 3, 2, 2)
+        assert abs(time.time() - now.at_s) < 60
+        assert 0 < request.marks_ms["first_token"] <= request.age_ms
+        await fleet.sample(name, wire_id, [10], FinishReason.LENGTH)
+        await fleet.output()
+        await fleet.gateways[name].say(Step([Ended(wire_id, 13, 0)], None, time.monotonic()))
+        await until(lambda: bool(over))
+        assert over == [("r", None)]
+        assert fleet.client.snapshot().running_requests == 0
+        assert fleet.client.snapshot().requests[0].finish_reason == "length"
+
+    run(scenario)

@@ -17,6 +17,8 @@ FORBIDDEN = {
     "dynaserve/request_flow.py": ("zmq", "asyncio", "time", "httpx"),
     "dynaserve/liveness.py": ("zmq", "asyncio", "time", "httpx"),
     "dynaserve/frontend_sessions.py": ("zmq", "asyncio", "time", "httpx"),
+    "dynaserve/fleet_view.py": ("zmq", "asyncio", "time", "prometheus_client"),
+    "dynaserve/request_spans.py": ("zmq", "asyncio", "time"),
     "vllm_plugin/micro_requests.py": ("vllm", "zmq", "torch", "asyncio", "time"),
     "workloads": ("dynaserve", "vllm", "vllm_plugin"),
 }

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from prometheus_client import Counter
 from vllm.v1.engine import EngineCoreRequest
 
-from dynaserve import fleet
+from dynaserve import fleet, frontend_metrics
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
@@ -30,9 +29,6 @@ from vllm_plugin.adapters import AdapterLoader
 from vllm_plugin.orphans import Orphans
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
-
-DEATHS = Counter("dynaserve_instance_deaths", "How often an instance was declared dead.", ["instance"])
-PLACED_AGAIN = Counter("dynaserve_requests_placed_again", "Requests that went on elsewhere because an instance was lost.")
 
 
 @dataclass(eq=False)
@@ -123,7 +119,7 @@ class Failover:
     async def _on_death(self, change: Changed) -> None:
         name = change.instance_id
         if change.reason != REMOVED:
-            DEATHS.labels(name).inc()
+            frontend_metrics.DEATHS.labels(name).inc()
         self.instances[name].load = None
         self._adapters.lost(name)
         for live in list(self._live.values()):
@@ -187,7 +183,7 @@ class Failover:
             self._orphans.add(live.internal_id, now_s)
             return
         self._orphans.remove(live.internal_id)
-        PLACED_AGAIN.inc()
+        frontend_metrics.PLACED_AGAIN.inc()
         await self._carry_out(live, live.flow.place_again(placement, 1e3 * (now_s - live.arrived_s)))
 
     async def _place_orphans(self) -> None:

@@ -12,18 +12,18 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from prometheus_client import Counter, Histogram
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from dynaserve import fleet_view, frontend_metrics
 from dynaserve.admission import Admission
 from dynaserve.errors import NoInstance, Overloaded
 from dynaserve.fleet import Instance
@@ -48,7 +48,7 @@ from dynaserve.messages import (
     ToInstance,
 )
 from dynaserve.messages import Event as InstanceEvent
-from dynaserve.records import RecordBook
+from dynaserve.records import RecordBook, RequestRecord, TokenGaps
 from dynaserve.request_flow import (
     ClientGone,
     Event,
@@ -84,28 +84,6 @@ from vllm_plugin.requests import (
 )
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
-
-REQUESTS = Counter("dynaserve_requests", "Sequences by whether and where they were cut, and why or why not.", ["cut", "kind", "reason"])
-REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
-REFUSED = Counter("dynaserve_requests_refused", "Requests that were answered 429, by what they would have waited in or for.", ["by"])
-LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
-DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
-PLACING = Histogram(
-    "dynaserve_placement_seconds",
-    "Time to decide where a request runs.",
-    buckets=[0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1],
-)
-RATIO_BUCKETS = [0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0]
-TTFT_ERROR = Histogram(
-    "dynaserve_ttft_over_predicted",
-    "Time to the first token over what the decision expected, of policies that predict.",
-    buckets=RATIO_BUCKETS,
-)
-END_ERROR = Histogram(
-    "dynaserve_end_over_predicted",
-    "Time to the end of an answer over what was expected when it was placed, of policies that predict.",
-    buckets=RATIO_BUCKETS,
-)
 
 LOOK_AGAIN_S = 0.1
 
@@ -159,14 +137,30 @@ class FleetClient(Failover):
         """Raises BadRequest, NoInstance or Overloaded before the request costs anything."""
         now_s = time.monotonic()
         if self._links.deserted_s(now_s) > PATIENCE_S:
+            frontend_metrics.UNAVAILABLE.labels(NoInstance.status).inc()
             raise NoInstance("no instance of the fleet is alive")
         check_extra_args(
             extra_args, prompt_tokens, max_tokens, next(iter(self.instances.values())).description.workers[0].endpoint.transports
         )
         slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
         if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
-            REFUSED.labels(refusal.kind).inc()
+            frontend_metrics.REFUSED.labels(refusal.kind).inc()
             raise Overloaded(refusal.reason, refusal.retry_after_s)
+
+    def on_over(self, record: RequestRecord, trace_headers: Mapping[str, str] | None) -> None:
+        """Of a request that is over on all instances. The server sets what traces it."""
+
+    def snapshot(self) -> fleet_view.Snapshot:
+        """What is known now, for those who look."""
+        return fleet_view.snapshot(
+            self.frontend_id,
+            list(self.instances.values()),
+            self.health,
+            self.book.recent(fleet_view.MOST_REQUESTS),
+            running=len(self._live),
+            waiting=self._admission.waiting,
+            now_s=time.time(),
+        )
 
     @property
     def retry_after_s(self) -> float:
@@ -193,7 +187,7 @@ class FleetClient(Failover):
         decision = await self._place(facts)
         placement = decision.placement
         reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
-        REQUESTS.labels("no" if placement.beta is None else "yes", decision.kind, reason).inc()
+        frontend_metrics.REQUESTS.labels("no" if placement.beta is None else "yes", decision.kind, reason).inc()
         transport = cut.transport or self._transport
         block_bytes = sum(w.block_bytes for w in self.instances[placement.alpha.instance_id].description.workers)
         external_id = request.external_req_id or request.request_id
@@ -201,6 +195,10 @@ class FleetClient(Failover):
         flow.record.expected = decision.to_json()
         if (end_ms := self._placer.predict_end_ms(request.request_id, 1e3 * time.monotonic())) is not None:
             flow.record.expected["end_ms"] = end_ms
+        ttft_slo_ms = cut.ttft_ms or self._placer.ttft_slo_ms
+        flow.record.arrived_s = time.time()
+        flow.record.ttft_slo_ms = ttft_slo_ms if ttft_slo_ms < math.inf else None
+        flow.record.gaps = TokenGaps(cut.tbt_ms or self._placer.tbt_slo_ms)
         self.book.add(flow.record)
         live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
         self._live[request.request_id] = live
@@ -217,11 +215,12 @@ class FleetClient(Failover):
         """Waits for an instance while none takes new requests, for a while."""
         since_s = time.monotonic()
         while True:
-            with PLACING.time():
+            with frontend_metrics.PLACING.time():
                 decision = self._placer.place(facts, 1e3 * time.monotonic())
             if decision is not None:
                 return decision
             if time.monotonic() - since_s > PATIENCE_S:
+                frontend_metrics.UNAVAILABLE.labels(HTTPStatus.SERVICE_UNAVAILABLE.value).inc()
                 raise GracefulHTTPError("no instance of the fleet takes new requests", HTTPStatus.SERVICE_UNAVAILABLE)
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -278,7 +277,7 @@ class FleetClient(Failover):
             message = self._header_decoder.decode(frames[0])
             outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
         except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
-            DROPPED.labels(instance).inc()
+            frontend_metrics.DROPPED.labels(instance).inc()
             logger.warning("dropped a malformed message from %s: %s", instance, error)
             return
         match message:
@@ -304,7 +303,7 @@ class FleetClient(Failover):
         `Lifted` goes first: an alpha that its instance lifts may sample in the same step, and those tokens count.
         """
         if step.load is not None:
-            self.instances[instance].load = step.load
+            self.instances[instance].take_load(step.load)
             now_ms = 1e3 * time.monotonic()
             self._placer.learn_steps(instance, step.load, now_ms)
             if self._placer.wants_progress(instance, now_ms):
@@ -346,34 +345,36 @@ class FleetClient(Failover):
         if isinstance(event, Tokens):
             self._admission.answered(live.internal_id, time.monotonic())
         forward = await self._carry_out(live, instructions)
+        if forward and isinstance(event, Tokens) and (gaps := live.flow.record.gaps) is not None:
+            gaps.add(len(event.token_ids), 1e3 * (time.monotonic() - live.arrived_s))
         self._close_if_over(live)
         return forward
 
     def _close_if_over(self, live: Live) -> None:
         if live.flow.over and self._live.pop(live.internal_id, None) is not None:
             self._account(live)
-            if live.flow.record.lifted is not None:
-                LIFTED.inc()
 
     def _account(self, live: Live) -> None:
         """Of a request that is over. A stop string is the front-end's: it reaches the instances as an abort, and teaches no length."""
         self._admission.left(live.internal_id, time.monotonic())
         record = live.flow.record
+        frontend_metrics.observe_end(record)
+        self.on_over(record, live.request.trace_headers)
         ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
         sequence = [*(live.request.prompt_token_ids or ()), *live.flow.output_token_ids]
         self._placer.learn_prefix(sequence, cache_key(live.request), live.flow.holders())
         prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
         if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
-            TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
+            frontend_metrics.TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
         if ended is not None and record.expected.get("end_ms"):
-            END_ERROR.observe(record.timeline_ms["finished"] / record.expected["end_ms"])
+            frontend_metrics.END_ERROR.observe(record.timeline_ms["finished"] / record.expected["end_ms"])
 
     async def _revise(self, instance: str, now_ms: float) -> None:
         """Asks again about the hand-offs that this instance has a part in, now that its progress is known."""
         for live in [live for live in self._live.values() if live.flow.pending_on(instance)]:
             if revision := self._placer.revise(live.internal_id, now_ms):
-                REVISED.labels(revision.reason.name).inc()
+                frontend_metrics.REVISED.labels(revision.reason.name).inc()
                 await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
 
     def _running_on(self, instance: str) -> Iterator[RunningRequest]:
@@ -400,6 +401,7 @@ class FleetClient(Failover):
                 case PlaceAgain():
                     await self._place_again(live)
                 case Unavailable(reason=reason, status=status):
+                    frontend_metrics.UNAVAILABLE.labels(int(status)).inc()
                     self.on_unavailable(live.internal_id, reason, status)
                 case SendRun(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
                     transfer_id = None if hand_off is None else live.transfer_id

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncGenerator
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +15,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import uvloop
+from opentelemetry import trace
 from vllm import AsyncEngineArgs, envs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -28,7 +30,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from dynaserve import fleet, length_predictor
+from dynaserve import fleet, length_predictor, request_spans
 from dynaserve.admission import Admission
 from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.serve import FrontendConfig, add_arguments
@@ -121,6 +123,8 @@ async def _serve(args: argparse.Namespace, client: FleetClient) -> None:
         disable_log_stats=engine_args.disable_log_stats,
     )
     client.on_unavailable = llm.end_unavailable  # type: ignore[method-assign]
+    if config.observability_config.otlp_traces_endpoint is not None:  # vLLM has set up where its spans go, and so ours
+        client.on_over = partial(request_spans.emit, trace.get_tracer("dynaserve"))  # type: ignore[method-assign]
     try:
         await client.connect()
         shutdown_task = await build_and_serve(llm, listen_address, sock, args)

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from prometheus_client import REGISTRY
 from pydantic import BaseModel, Field
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
+from dynaserve import live_page
 from dynaserve.errors import ConfigError
+from dynaserve.fleet_view import Snapshot
+from dynaserve.frontend_metrics import FleetCollector
 from vllm_plugin.fleet_client import FleetClient
 
 if TYPE_CHECKING:
@@ -105,6 +109,15 @@ class FrontendEndpoint:
             }
             return FleetAnswer(client.frontend_id, instances)
 
+        @router.get("/dynaserve/snapshot", summary="The instances and the last requests, for those who look", response_model=Snapshot)
+        async def snapshot(request: Request) -> Response:
+            return Response(msgspec.json.encode(_client(request).snapshot()), media_type="application/json")
+
+        @app.get("/dynaserve/", include_in_schema=False)
+        async def page() -> Response:
+            """Has no data, and needs no key."""
+            return Response(live_page.CONTENT, headers=live_page.HEADERS)
+
         @router.post("/dynaserve/instances", summary="Add an instance to the fleet, or keep one that is leaving")
         async def add(body: NewInstance, request: Request) -> MembershipAnswer:
             client = _client(request)
@@ -133,7 +146,12 @@ class FrontendEndpoint:
             async with inner(app) as value:
                 client: FleetClient = app.state.dynaserve
                 client.watch()  # the start of the server keeps its event loop busy for seconds
-                yield value
+                gauges = FleetCollector(client.snapshot)
+                REGISTRY.register(gauges)
+                try:
+                    yield value
+                finally:
+                    REGISTRY.unregister(gauges)
 
         app.router.lifespan_context = lifespan
 
