@@ -10,6 +10,7 @@ COMMANDS = {
     "serve": ("dynaserve.serve:main", "serve an OpenAI-compatible endpoint over a fleet of instances"),
     "profile": ("dynaserve.profiling.command:main", "measure how long a model's steps take on this machine"),
     "bench": ("dynaserve.bench:main", "measure a server"),
+    "doctor": ("dynaserve.doctor:main", "check an installation and a fleet, and say what to change"),
     "simulate": ("dynaserve.bench.simulate:main", "simulate a fleet on a virtual clock"),
 }
 
