@@ -11,6 +11,7 @@ COMMANDS = {
     "profile": ("dynaserve.profiling.command:main", "measure how long a model's steps take on this machine"),
     "top": ("dynaserve.top:main", "show instances and recent requests of a running fleet"),
     "bench": ("dynaserve.bench:main", "measure a server"),
+    "doctor": ("dynaserve.doctor:main", "check an installation and a fleet, and say what to change"),
     "simulate": ("dynaserve.bench.simulate:main", "simulate a fleet on a virtual clock"),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from dynaserve import latency_profile
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
+
+logger = logging.getLogger(__name__)
 
 _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
 
@@ -59,6 +63,28 @@ def join(urls: Sequence[str]) -> list[Instance]:
     if len(set(names)) != len(names):
         raise ConfigError(f"an instance is named twice: {' '.join(names)}")
     instances = [Instance(name, describe(name)) for name in names]
+    for instance in instances:
+        check(instance, instances[0])
+    return instances
+
+
+def join_present(urls: Sequence[str]) -> list[Instance]:
+    """As `join`, of those that answer, of which there must be one: the others may come later."""
+
+    def ask(name: str) -> Instance | ConfigError:
+        try:
+            return Instance(name, describe(name))
+        except ConfigError as error:
+            return error
+
+    with ThreadPoolExecutor(max_workers=min(len(urls), 32)) as pool:
+        answers = list(pool.map(ask, urls))
+    instances = [answer for answer in answers if isinstance(answer, Instance)]
+    faults = [answer for answer in answers if isinstance(answer, ConfigError)]
+    if not instances:
+        raise ConfigError(f"none of {len(urls)} instances answers; the first: {faults[0]}")
+    for fault in faults:
+        logger.warning("%s; it joins when it does", fault)
     for instance in instances:
         check(instance, instances[0])
     return instances

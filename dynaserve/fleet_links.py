@@ -61,7 +61,7 @@ class FleetLinks:
 
     def watch(self) -> None:
         """From now on the event loop is free: instances that are silent are dead."""
-        self._spawn(self._watch())
+        self.spawn(self._watch())
 
     @property
     def alive(self) -> list[str]:
@@ -120,8 +120,8 @@ class FleetLinks:
         self._links[name] = link
         self._deserted_since_s = None
         await self.on_change(self.liveness.join(name))
-        self._spawn(self._listen(name, link))
-        self._spawn(self._wait_for_end(name, link))
+        self.spawn(self._listen(name, link))
+        self.spawn(self._wait_for_end(name, link))
 
     async def _rejoin(self, name: str, reference: Instance) -> None:
         """Asks until the instance, or one that was started anew at its address, is back."""
@@ -185,7 +185,8 @@ class FleetLinks:
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs it until `close`; what it raises ends the front-end."""
         task = self._start(coroutine)
         self._tasks.add(task)
 

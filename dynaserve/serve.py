@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dynaserve import fleet, latency_profile, length_predictor
+from dynaserve import config_file, fleet, instance_file, latency_profile, length_predictor
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy, predicts
@@ -33,12 +33,26 @@ class FrontendConfig:
     request_timeout_s: float = math.inf
     api_keys: tuple[str, ...] = ()
     most_waiting: int = MOST_WAITING
+    instances_file: Path | None = None
 
 
 def add_arguments(parser: Any) -> None:
     """Adds the options of the front-end to an argparse parser."""
     group = parser.add_argument_group("DynaServe front-end")
-    group.add_argument("--instances", nargs="+", required=True, metavar="URL", help="instances (vllm serve MODEL --plugin dynaserve)")
+    group.add_argument(
+        config_file.OPTION,
+        type=Path,
+        metavar="FILE",
+        help="TOML file of options, of these and of vLLM's server; the command line goes before it",
+    )
+    members = group.add_mutually_exclusive_group(required=True)
+    members.add_argument("--instances", nargs="+", metavar="URL", help="instances (vllm serve MODEL --plugin dynaserve)")
+    members.add_argument(
+        "--instances-file",
+        type=Path,
+        metavar="FILE",
+        help="their URLs, one a line; instances join and leave as the file changes, and those that do not answer join when they do",
+    )
     group.add_argument(
         "--policy", default="colocated", help="colocated | disaggregated[:xPyD] | fixed:RATIO | dynamic | paper (default: %(default)s)"
     )
@@ -70,8 +84,9 @@ def configure(argv: list[str]) -> FrontendConfig:
     parser = argparse.ArgumentParser(prog="dynaserve serve", add_help=False, allow_abbrev=False)
     add_arguments(parser)
     args, _ = parser.parse_known_args(argv)
+    urls = args.instances or instance_file.read(args.instances_file)
     try:
-        policy = parse_policy(args.policy, len(args.instances))
+        policy = parse_policy(args.policy, len(urls))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     for name, unit in (("fleet_tbt_slo_ms", "milliseconds"), ("fleet_ttft_slo_ms", "milliseconds"), ("request_timeout_s", "seconds")):
@@ -81,11 +96,20 @@ def configure(argv: list[str]) -> FrontendConfig:
         raise ConfigError(f"--max-waiting is {args.max_waiting}, not a number of requests above 0")
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
-    instances = fleet.join(args.instances)
+    instances = fleet.join(urls) if args.instances_file is None else fleet.join_present(urls)
     if predicts(policy.policy):
         fleet.check_profile(args.latency_profile, instances)
     transport = fleet.choose_transport(instances, args.transport)
-    return FrontendConfig(instances, placer, transport, args.length_history, args.request_timeout_s, api_keys, args.max_waiting)
+    return FrontendConfig(
+        instances,
+        placer,
+        transport,
+        args.length_history,
+        args.request_timeout_s,
+        api_keys,
+        args.max_waiting,
+        args.instances_file,
+    )
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -121,6 +145,7 @@ def make_placer(policy: Options, profile: Path | None, history: Path | None, tbt
 def main(argv: list[str]) -> None:
     """Runs until SIGTERM or SIGINT. Exit status 2, with one sentence, where an option or an instance does not fit."""
     try:
+        argv = config_file.expand(argv)
         config = None if {"-h", "--help"} & set(argv) else configure(argv)
         module, _, function = ENGINE.partition(":")
         getattr(import_module(module), function)(argv, config)

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from dynaserve.errors import NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
 from dynaserve.global_scheduler import PlacementReason
+from dynaserve.instance_file import InstanceFile
 from dynaserve.length_predictor import LengthQuery
 from dynaserve.messages import (
     Abort,
@@ -127,9 +129,12 @@ class FleetClient(Failover):
         """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
         await self._links.connect(list(self.instances.values()), timeout_s)
 
-    def watch(self) -> None:
-        """The server is up: see `FleetLinks.watch`."""
+    def watch(self, instances_file: Path | None = None) -> None:
+        """The server is up: see `FleetLinks.watch`. instances_file: names the fleet from now on."""
         self._links.watch()
+        if instances_file is not None:
+            file = InstanceFile(instances_file, lambda: self.instances.keys() - self._draining, self.add_instance, self.remove_instance)
+            self._links.spawn(file.follow())
 
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     validate_parsed_serve_args(args)
     client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting))
     patches.install_fleet_client(lambda _: client)
-    patches.install_endpoint(FrontendEndpoint)
+    patches.install_endpoint(lambda: FrontendEndpoint(config.instances_file))
     try:
         uvloop.run(_serve(args, client))
     finally:

@@ -22,6 +22,7 @@ from vllm_plugin.fleet_client import FleetClient
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from pathlib import Path
 
     from starlette.datastructures import State
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -74,10 +75,13 @@ class MembershipAnswer:
 
 
 class FrontendEndpoint:
-    """vLLM endpoint plugin (see `patches.install_endpoint`)."""
+    """vLLM endpoint plugin (see `patches.install_endpoint`). instances_file: names the fleet; None: nothing does but the routes."""
 
     name = "dynaserve"
     required_tasks = ("generate",)
+
+    def __init__(self, instances_file: Path | None = None) -> None:
+        self._instances_file = instances_file
 
     def attach_router(self, app: FastAPI) -> None:
         router = APIRouter(tags=["DynaServe"], dependencies=[Depends(_check_key)])
@@ -145,7 +149,7 @@ class FrontendEndpoint:
         async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
             async with inner(app) as value:
                 client: FleetClient = app.state.dynaserve
-                client.watch()  # the start of the server keeps its event loop busy for seconds
+                client.watch(self._instances_file)  # the start of the server keeps its event loop busy for seconds
                 gauges = FleetCollector(client.snapshot)
                 REGISTRY.register(gauges)
                 try:

@@ -1,0 +1,76 @@
+"""The options of `dynaserve serve` as a TOML file: each key is an option without its dashes, with `_` or `-` inside.
+
+    model = "Qwen/Qwen3-8B"
+    instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    policy = "dynamic"
+    enable-auto-tool-choice = true
+
+Options of vLLM's server are meant as well.  What the command line says again counts.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dynaserve.errors import ConfigError
+
+OPTION = "--config-file"
+
+
+def expand(argv: Sequence[str]) -> list[str]:
+    """The command line with the file's options before its own. Raises ConfigError where the file cannot be read or says nothing usable."""
+    rest, paths = _take(list(argv))
+    if not paths:
+        return rest
+    if len(paths) > 1:
+        raise ConfigError(f"{OPTION} is given {len(paths)} times: {' '.join(paths)}")
+    path = Path(paths[0])
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{OPTION} {path} cannot be read: {error}") from error
+    model = values.pop("model", None)
+    # The model is vLLM's positional argument: behind an option with several values it would be taken for one of them.
+    first = [model] if model is not None and not _names_model(rest) else []
+    return [*first, *(text for name, value in values.items() for text in _option(path, name, value)), *rest]
+
+
+def _take(argv: list[str]) -> tuple[list[str], list[str]]:
+    rest, paths = [], []
+    words = iter(argv)
+    for word in words:
+        if word == OPTION:
+            path = next(words, None)
+            if path is None:
+                raise ConfigError(f"{OPTION} needs a file")
+            paths.append(path)
+        elif word.startswith(f"{OPTION}="):
+            paths.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    return rest, paths
+
+
+def _names_model(argv: Sequence[str]) -> bool:
+    return bool(argv) and (not argv[0].startswith("-") or any(word == "--model" or word.startswith("--model=") for word in argv))
+
+
+def _option(path: Path, name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    match value:
+        case True:
+            return [flag]
+        case False:
+            return [f"--no-{flag.removeprefix('--')}"]
+        case str() | int() | float():
+            return [f"{flag}={value}"]
+        case list() if value and all(isinstance(item, str | int | float) for item in value):
+            return [flag, *map(str, value)]
+        case dict():
+            return [f"{flag}={json.dumps(value)}"]
+        case _:
+            raise ConfigError(f"{OPTION} {path}: {name} = {value!r} is no text, number, truth value, table or list of these")

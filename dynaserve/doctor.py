@@ -1,0 +1,183 @@
+"""`dynaserve doctor`: is this installation, and is a fleet, as it should be, and what is to be changed?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from dynaserve import fleet
+from dynaserve.errors import ConfigError
+
+VLLM_CHECK = "vllm_plugin.patches:check_vllm"
+"""By import string: this package does not import the engine's."""
+ENOUGH_FILES = 65_536
+ENOUGH_SHM_BYTES = 1 << 30
+MOST_KV_USAGE = 0.95
+_COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """level: ok, warning or fault. advice: what to change; empty where nothing is."""
+
+    level: str
+    what: str
+    advice: str = ""
+
+
+# -- the installation ----------------------------------------------------------------------------------------------------
+
+
+def check_installation() -> Iterator[Finding]:
+    yield check_core()
+    yield check_engine()
+    yield check_entry_point(os.environ.get("VLLM_PLUGINS"))
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_shared_memory()
+    yield Finding("ok", f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} usable cores")
+
+
+def check_core() -> Finding:
+    try:
+        import_module("dynaserve._core")
+    except ImportError as error:
+        return Finding("fault", f"the C++ core cannot be imported: {error}", "install dynaserve again, with a C++20 compiler on the path")
+    return Finding("ok", f"dynaserve {metadata.version('dynaserve')} with its C++ core")
+
+
+def check_engine() -> Finding:
+    module, _, function = VLLM_CHECK.partition(":")
+    try:
+        getattr(import_module(module), function)()
+        version = metadata.version("vllm")
+    except ConfigError as error:
+        return Finding("fault", str(error), "install the vLLM version that it names")
+    except metadata.PackageNotFoundError:
+        return Finding("fault", "no distribution named vllm", "pip install 'dynaserve[vllm]', or see the README for vLLM's CPU build")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # what an incomplete installation raises when it is imported
+        return Finding("fault", f"vLLM cannot be imported: {type(error).__name__}: {error}", "pip install 'dynaserve[vllm]'")
+    return Finding("ok", f"vLLM {version} is one that the plugin fits")
+
+
+def check_entry_point(allowed: str | None) -> Finding:
+    """allowed: the variable VLLM_PLUGINS, which vLLM takes as the complete list of plugins; None: it is not set."""
+    names = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+    if "dynaserve" not in names:
+        return Finding("fault", "vLLM does not see the plugin", "install dynaserve into the environment that runs vLLM")
+    if allowed is not None and "dynaserve" not in allowed.split(","):
+        return Finding("fault", f"VLLM_PLUGINS={allowed} leaves the plugin out", "add dynaserve to VLLM_PLUGINS, or unset it")
+    return Finding("ok", "vLLM loads the plugin")
+
+
+def check_open_files(soft_limit: int) -> Finding:
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < ENOUGH_FILES:
+        return Finding("warning", f"at most {soft_limit} open files", f"ulimit -n {ENOUGH_FILES}: every client is a socket")
+    return Finding("ok", f"at most {'any number of' if soft_limit == resource.RLIM_INFINITY else soft_limit} open files")
+
+
+def check_shared_memory(path: str = "/dev/shm") -> Finding:
+    """vLLM's executor talks to its workers through it."""
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        return Finding("warning", f"{path}: {error.strerror}", "tensor parallel workers need it")
+    if free < ENOUGH_SHM_BYTES:
+        return Finding("warning", f"{path} has {free >> 20} MiB free", "tensor parallel workers need 1 GiB: docker run --shm-size=2g")
+    return Finding("ok", f"{path} has {free >> 20} MiB free")
+
+
+# -- a fleet -------------------------------------------------------------------------------------------------------------
+
+
+def check_instances(urls: Sequence[str]) -> Iterator[Finding]:
+    """As a front-end would join them."""
+    try:
+        instances = fleet.join(urls)
+        transport = fleet.choose_transport(instances, None)
+    except ConfigError as error:
+        yield Finding("fault", str(error), "start the instance as the front-end needs it")
+        return
+    yield Finding("ok", f"{len(instances)} instances fit together; KV moves by {transport}")
+    for instance in instances:
+        yield from check_description(instance.instance_id, instance.description.cut_obstacle, instance.description.prefix_caching)
+
+
+def check_description(name: str, cut_obstacle: str | None, prefix_caching: bool) -> Iterator[Finding]:
+    if cut_obstacle is not None:
+        yield Finding("warning", f"{name} runs all requests whole: {cut_obstacle}", "start it without, to have requests cut")
+    if not prefix_caching:
+        yield Finding("warning", f"{name} has no prefix cache", "start it without --no-enable-prefix-caching")
+
+
+def check_frontend(url: str, api_key: str | None) -> Iterator[Finding]:
+    url = url.rstrip("/")
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        answer = httpx.get(f"{url}/dynaserve/fleet", headers=headers, timeout=10)
+    except httpx.HTTPError as error:
+        yield Finding("fault", f"front-end {url} does not answer: {error}", "start it, or name where it listens")
+        return
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        yield Finding("fault", f"front-end {url} wants a key", "--api-key KEY, or the variable DYNASERVE_API_KEY")
+        return
+    if answer.is_error:
+        yield Finding("fault", f"front-end {url} answers HTTP {answer.status_code}", "it must be a dynaserve serve")
+        return
+    instances = answer.json()["instances"]
+    yield Finding("ok", f"front-end {url} has {len(instances)} instances")
+    for name, state in instances.items():
+        yield from check_state(name, state["health"], state["load"])
+        yield from check_description(name, state["description"]["cut_obstacle"], state["description"]["prefix_caching"])
+
+
+def check_state(name: str, health: str, load: dict[str, float] | None) -> Iterator[Finding]:
+    if health == "dead":
+        yield Finding("fault", f"{name} is dead", "look at its log and start it again: the front-end takes it back by itself")
+    elif health != "up":
+        yield Finding("warning", f"{name} is {health}")
+    else:
+        yield Finding("ok", f"{name} is up")
+    if load is not None and load["kv_cache_usage"] > MOST_KV_USAGE:
+        advice = "more instances, a larger --gpu-memory-utilization, or a smaller --max-num-seqs"
+        yield Finding("warning", f"{name} uses {load['kv_cache_usage']:.0%} of its KV cache", advice)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> None:
+    """Exit status 1 where there is a fault."""
+    parser = argparse.ArgumentParser(prog="dynaserve doctor", description="Checks an installation and a fleet, and says what to change.")
+    parser.add_argument("--instances", nargs="+", default=[], metavar="URL", help="instances that are to make a fleet")
+    parser.add_argument("--url", help="a running front-end")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("DYNASERVE_API_KEY"), metavar="KEY", help="of the front-end (default: $DYNASERVE_API_KEY)"
+    )
+    args = parser.parse_args(argv)
+    groups: list[tuple[str, Callable[[], Iterator[Finding]]]] = [("this installation", check_installation)]
+    if args.instances:
+        groups.append(("instances", lambda: check_instances(args.instances)))
+    if args.url is not None:
+        groups.append(("front-end", lambda: check_frontend(args.url, args.api_key)))
+    findings = [(title, finding) for title, check in groups for finding in check()]
+    Console().print(_table(findings))
+    raise SystemExit(1 if any(finding.level == "fault" for _, finding in findings) else 0)
+
+
+def _table(findings: Sequence[tuple[str, Finding]]) -> Table:
+    table = Table(box=None)
+    for column in ("of", "", "found", "to do"):
+        table.add_column(column, overflow="fold")
+    for title, finding in findings:
+        table.add_row(title, f"[{_COLOURS[finding.level]}]{finding.level}[/]", finding.what, finding.advice)
+    return table

@@ -1,0 +1,81 @@
+"""Options out of a TOML file: equal to the same flags, and overridden by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynaserve.config_file import expand
+from dynaserve.errors import ConfigError
+
+EXAMPLE = """
+model = "tiny"
+instances = ["http://a:8000", "http://b:8000"]
+policy = "dynamic"
+request_timeout_s = 2.5
+port = 8001
+enable-auto-tool-choice = true
+enable-log-requests = false
+chat-template-kwargs = { thinking = false }
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(EXAMPLE)
+    return path
+
+
+def test_each_key_is_the_flag_of_its_name(path: Path) -> None:
+    assert expand(["--config-file", str(path)]) == [
+        "tiny",
+        "--instances",
+        "http://a:8000",
+        "http://b:8000",
+        "--policy=dynamic",
+        "--request-timeout-s=2.5",
+        "--port=8001",
+        "--enable-auto-tool-choice",
+        "--no-enable-log-requests",
+        '--chat-template-kwargs={"thinking": false}',
+    ]
+
+
+def test_the_command_line_comes_after_the_file(path: Path) -> None:
+    expanded = expand([f"--config-file={path}", "--policy", "colocated"])
+    assert expanded.index("--policy=dynamic") < expanded.index("--policy")
+    assert expanded[-1] == "colocated"
+
+
+def test_a_model_on_the_command_line_replaces_the_files(path: Path) -> None:
+    assert "tiny" not in expand(["other", "--config-file", str(path)])
+    assert "tiny" not in expand(["--config-file", str(path), "--model", "other"])
+
+
+def test_a_command_line_without_a_file_is_left_as_it_is() -> None:
+    assert expand(["tiny", "--port", "1"]) == ["tiny", "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("port = ", "cannot be read"),
+        ("instances = []", r"instances = \[\] is no text"),
+        ("port = 2026-01-01", "port = .* is no text"),
+    ],
+)
+def test_a_file_that_says_nothing_usable_is_refused(path: Path, text: str, sentence: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        expand(["--config-file", str(path)])
+
+
+def test_files_that_are_missing_or_named_twice_are_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere cannot be read"):
+        expand(["--config-file", "nowhere"])
+    with pytest.raises(ConfigError, match="given 2 times"):
+        expand(["--config-file", str(path), "--config-file", str(path)])
+    with pytest.raises(ConfigError, match="needs a file"):
+        expand(["--config-file"])

@@ -1,0 +1,120 @@
+"""What is found wrong, and what is advised. The installation that runs the tests is sound."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from dynaserve import doctor
+from dynaserve.doctor import check_core, check_engine, check_entry_point, check_frontend, check_instances, check_open_files, main
+
+
+@contextmanager
+def frontend(status: int, body: dict[str, Any], key: str | None = None) -> Iterator[str]:
+    """An HTTP server that answers this, or 401 to whoever lacks the key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            allowed = key is None or self.headers.get("Authorization") == f"Bearer {key}"
+            self.send_response(status if allowed else 401)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def instance(health: str, kv_cache_usage: float = 0.5, cut_obstacle: str | None = None) -> dict[str, Any]:
+    description = {"cut_obstacle": cut_obstacle, "prefix_caching": True}
+    return {"health": health, "load": {"kv_cache_usage": kv_cache_usage}, "description": description}
+
+
+def levels(url: str, api_key: str | None = None) -> list[tuple[str, str]]:
+    return [(finding.level, finding.what) for finding in check_frontend(url, api_key)]
+
+
+def test_this_installation_is_sound() -> None:
+    assert {finding.level for finding in (check_core(), check_engine(), check_entry_point(None))} == {"ok"}
+
+
+def test_a_list_of_plugins_that_leaves_ours_out_is_a_fault() -> None:
+    assert check_entry_point("other").level == "fault"
+    assert check_entry_point("other,dynaserve").level == "ok"
+
+
+def test_few_open_files_are_a_warning_that_says_how_many_are_needed() -> None:
+    finding = check_open_files(1024)
+    assert finding.level == "warning"
+    assert "65536" in finding.advice
+    assert check_open_files(1 << 20).level == "ok"
+
+
+def test_a_missing_engine_is_a_fault_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "VLLM_CHECK", "no_such_engine:check")
+    finding = check_engine()
+    assert finding.level == "fault"
+    assert "no_such_engine" in finding.what
+    assert "pip install" in finding.advice
+
+
+def test_each_instance_of_a_front_end_is_judged() -> None:
+    instances = {
+        "a": instance("up"),
+        "b": instance("dead"),
+        "c": instance("draining", 0.99),
+        "d": instance("up", cut_obstacle="draft model"),
+    }
+    with frontend(200, {"instances": instances}) as url:
+        assert levels(url) == [
+            ("ok", f"front-end {url} has 4 instances"),
+            ("ok", "a is up"),
+            ("fault", "b is dead"),
+            ("warning", "c is draining"),
+            ("warning", "c uses 99% of its KV cache"),
+            ("ok", "d is up"),
+            ("warning", "d runs all requests whole: draft model"),
+        ]
+
+
+def test_a_front_end_that_wants_a_key_is_asked_with_it() -> None:
+    with frontend(200, {"instances": {"a": instance("up")}}, key="secret") as url:
+        assert levels(url) == [("fault", f"front-end {url} wants a key")]
+        assert [level for level, _ in levels(url, "secret")] == ["ok", "ok"]
+
+
+def test_what_is_no_front_end_is_a_fault() -> None:
+    with frontend(404, {}) as url:
+        assert levels(url) == [("fault", f"front-end {url} answers HTTP 404")]
+    ((level, what),) = levels(url)
+    assert (level, "does not answer" in what) == ("fault", True)
+
+
+def test_instances_that_are_not_there_are_a_fault() -> None:
+    (finding,) = check_instances(["http://127.0.0.1:9"])
+    assert finding.level == "fault"
+
+
+def test_the_exit_status_says_whether_there_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "check_installation", lambda: iter([check_core()]))
+    with frontend(200, {"instances": {"a": instance("dead")}}) as url, pytest.raises(SystemExit) as ended:
+        main(["--url", url])
+    assert ended.value.code == 1
+    assert "a is dead" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
