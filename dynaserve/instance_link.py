@@ -6,6 +6,7 @@ It is never mended: ZeroMQ would connect anew and lose, in silence, what was und
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,8 @@ class InstanceLink:
     async def send(self, message: ToInstance, frames: Sequence[Any] = ()) -> None:
         """What is sent on a closed link is lost, as on a link whose other end has gone."""
         if not self.closed:
-            await self._socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+            with contextlib.suppress(zmq.Again):  # the connection has ended; without NOBLOCK this would wait for another one
+                await self._socket.send_multipart([msgspec.msgpack.encode(message), *frames], zmq.NOBLOCK)
 
     async def receive(self) -> list[bytes]:
         """The next message; raises LinkLost when there will be none."""
@@ -96,7 +98,8 @@ class InstanceLink:
             return
         self.closed = True
         if bye:
-            zmq.Socket.shadow(self._socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):  # the connection has ended
+                zmq.Socket.shadow(self._socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=None if bye else 0)

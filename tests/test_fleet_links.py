@@ -15,6 +15,7 @@ import zmq.asyncio
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
+from dynaserve.instance_link import InstanceLink
 from dynaserve.liveness import Changed, FleetLiveness, Health
 from dynaserve.messages import (
     PROTOCOL_VERSION,
@@ -219,6 +220,19 @@ def test_a_cut_connection_is_noticed_at_once_and_never_mended() -> None:
         frontend.gateway.start(context)
         await until(lambda: frontend.healths[-1] == (Health.UP, 2))
         assert frontend.links.instances[URL].description.instance_epoch == "second"
+
+    run(scenario)
+
+
+def test_what_is_sent_after_the_end_of_a_connection_is_lost_at_once() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        link = InstanceLink(context, frontend.gateway.address, "frontend", 1)
+        await link.open("first", timeout_s=30)
+        frontend.gateway.cut()
+        async with asyncio.timeout(30):
+            await link.ended()
+            await link.send(Alive())
+        link.close(bye=True)
 
     run(scenario)
 
