@@ -16,6 +16,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from dynaserve.errors import ConfigError
+from dynaserve.fleet_secret import FleetSecret, secure_client
 from dynaserve.messages import Beat, Bye, FromInstance, Hello, ToInstance, Welcome
 
 _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
@@ -28,10 +29,12 @@ class LinkLost(Exception):
 class InstanceLink:
     """Sends and receives whole messages, in order, until it is lost or closed.
 
-    gateway: its address. session: of this front-end, larger than that of any link before it.
+    gateway: its address. session: of this front-end, larger than that of any link before it. secret: of the fleet, if it has one.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, gateway: str, frontend_id: str, session: int) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, gateway: str, frontend_id: str, session: int, secret: FleetSecret | None = None
+    ) -> None:
         self._gateway = gateway
         self._hello = Hello(frontend_id, session=session)
         self.closed = False
@@ -40,6 +43,8 @@ class InstanceLink:
         self._socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
         self._socket.setsockopt(zmq.ROUTING_ID, f"{frontend_id}.{session}".encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        secure_client(self._socket, secret)
+        self._doubt = "" if secret is None else "; does it hold another fleet secret?"
         self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 
     async def open(self, instance_epoch: str, timeout_s: float) -> None:
@@ -49,7 +54,7 @@ class InstanceLink:
         try:
             await asyncio.wait_for(self._greet(instance_epoch), timeout_s)
         except TimeoutError:
-            raise ConfigError(f"the gateway {self._gateway} does not answer") from None
+            raise ConfigError(f"the gateway {self._gateway} does not answer{self._doubt}") from None
         except LinkLost as error:
             raise ConfigError(f"the gateway {self._gateway} does not answer: {error}") from error
 

@@ -294,3 +294,5 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     cut_obstacle: str | None
     """Why no request can be cut on this instance (speculative decoding, several KV groups ...); None: it can."""
     workers: list[WorkerDescription]
+    secured: bool = False
+    """Its sockets hear only who has the fleet secret."""

@@ -10,9 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dynaserve import fleet, latency_profile, length_predictor
+from dynaserve import fleet, fleet_secret, latency_profile, length_predictor
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
+from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy, predicts
 from dynaserve.length_predictor import LengthPredictor
 from dynaserve.request_placer import RequestPlacer, step_share
@@ -20,6 +21,7 @@ from dynaserve.request_placer import RequestPlacer, step_share
 ENGINE = "vllm_plugin.frontend:serve"
 """The OpenAI server, by import string: this package does not import the engine's."""
 MOST_WAITING = 4096
+FLEET_SECRET_OPTION = "--fleet-secret-file"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class FrontendConfig:
     request_timeout_s: float = math.inf
     api_keys: tuple[str, ...] = ()
     most_waiting: int = MOST_WAITING
+    secret: FleetSecret | None = None
 
 
 def add_arguments(parser: Any) -> None:
@@ -62,6 +65,13 @@ def add_arguments(parser: Any) -> None:
         metavar="FILE",
         help="keys beside those of --api-key, one a line; each opens /v1 and /dynaserve, and nothing opens them without one",
     )
+    group.add_argument(
+        FLEET_SECRET_OPTION,
+        type=Path,
+        metavar="FILE",
+        help="a line of at least 32 characters, the same in the whole fleet and readable by its owner only; "
+        "instances that are not at loopback need it (default: none)",
+    )
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
 
@@ -81,11 +91,23 @@ def configure(argv: list[str]) -> FrontendConfig:
         raise ConfigError(f"--max-waiting is {args.max_waiting}, not a number of requests above 0")
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
+    secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None
     instances = fleet.join(args.instances)
+    for instance in instances:
+        fleet.check_reach(instance, secret)
     if predicts(policy.policy):
         fleet.check_profile(args.latency_profile, instances)
     transport = fleet.choose_transport(instances, args.transport)
-    return FrontendConfig(instances, placer, transport, args.length_history, args.request_timeout_s, api_keys, args.max_waiting)
+    return FrontendConfig(
+        instances,
+        placer,
+        transport,
+        args.length_history,
+        args.request_timeout_s,
+        api_keys,
+        args.max_waiting,
+        secret,
+    )
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import zmq.asyncio
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
+from dynaserve.fleet_secret import FleetSecret, secure_server
 from dynaserve.instance_link import InstanceLink
 from dynaserve.liveness import Changed, FleetLiveness, Health
 from dynaserve.messages import (
@@ -69,10 +70,12 @@ class Gateway:
     heard: list[ToInstance] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    secret: FleetSecret | None = None
 
     def start(self, context: zmq.asyncio.Context) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        secure_server(self.socket, self.secret)
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.tasks = [asyncio.create_task(self.serve()), asyncio.create_task(self.beat())]
 

@@ -28,6 +28,7 @@ from dynaserve.admission import Admission
 from dynaserve.errors import NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
+from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import PlacementReason
 from dynaserve.length_predictor import LengthQuery
 from dynaserve.messages import (
@@ -123,6 +124,7 @@ class FleetClient(Failover):
         transport: str,
         timeout_s: float = math.inf,
         admission: Admission | None = None,
+        secret: FleetSecret | None = None,
     ) -> None:
         self.book = RecordBook()
         self.frontend_id = uuid.uuid4().hex
@@ -133,7 +135,7 @@ class FleetClient(Failover):
         self._transport = transport
         self._live = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
-        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_tick, self._on_fault)
+        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_tick, self._on_fault, secret=secret)
         self._links.instances |= {instance.instance_id: instance for instance in instances}
         self._orphans = Orphans()
         self._draining = set()

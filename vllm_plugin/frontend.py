@@ -86,7 +86,9 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     _fit(args, config)
     args.api_key = [*(args.api_key or [envs.VLLM_API_KEY or ""]), *config.api_keys]
     validate_parsed_serve_args(args)
-    client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting))
+    client = FleetClient(
+        config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting), config.secret
+    )
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(FrontendEndpoint)
     try:

@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
 from dynaserve.frontend_sessions import FrontendSessions
 from dynaserve.messages import (
     PROTOCOL_VERSION,
@@ -101,6 +102,7 @@ class Gateway:
     @classmethod
     async def start(cls, engine_client: AsyncLLM, args: Namespace) -> Gateway:
         options = PluginOptions.from_config(engine_client.vllm_config)
+        secret = options.read_secret()
         engine = engine_client.engine_core
         heart = await engine.call_utility_async("dynaserve_listen")
         known = await engine.call_utility_async("dynaserve_describe")
@@ -110,6 +112,7 @@ class Gateway:
         # A token that is dropped is worse than memory that is used; a front-end that reconnects keeps its identity.
         socket.set_hwm(0)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        secure_server(socket, secret)
         port = options.port or socket.bind_to_random_port(f"tcp://{options.host}")
         if options.port:
             socket.bind(f"tcp://{options.host}:{options.port}")
@@ -121,6 +124,7 @@ class Gateway:
                 "model": args.model,
                 "served_model_names": args.served_model_name or [args.model],
                 "vllm_version": metadata.version("vllm"),
+                "secured": secret is not None,
                 **known,
             },
             InstanceDescription,
@@ -129,7 +133,7 @@ class Gateway:
         engine.dynaserve_gateway = gateway
         patches.tell_before_shutdown(engine_client, gateway.drain)
         gateway._spawn(gateway._serve())
-        gateway._spawn(gateway._feel_pulse(heart))
+        gateway._spawn(gateway._feel_pulse(heart, secret))
         gateway._spawn(gateway._beat())
         logger.info("DynaServe gateway at %s", description.gateway)
         return gateway
@@ -145,8 +149,9 @@ class Gateway:
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 
-    async def _feel_pulse(self, address: str) -> None:
+    async def _feel_pulse(self, address: str, secret: FleetSecret | None) -> None:
         socket = self.context.socket(zmq.PULL)
+        secure_client(socket, secret)
         socket.connect(address)
         decoder = msgspec.msgpack.Decoder(Pulse)
         while True:
