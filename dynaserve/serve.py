@@ -21,6 +21,7 @@ from dynaserve.request_placer import RequestPlacer, step_share
 ENGINE = "vllm_plugin.frontend:serve"
 """The OpenAI server, by import string: this package does not import the engine's."""
 MOST_WAITING = 4096
+MOST_BODY_BYTES = 32 << 20
 FLEET_SECRET_OPTION = "--fleet-secret-file"
 
 
@@ -36,6 +37,7 @@ class FrontendConfig:
     api_keys: tuple[str, ...] = ()
     most_waiting: int = MOST_WAITING
     secret: FleetSecret | None = None
+    most_body_bytes: int = MOST_BODY_BYTES
 
 
 def add_arguments(parser: Any) -> None:
@@ -58,6 +60,13 @@ def add_arguments(parser: Any) -> None:
         default=MOST_WAITING,
         metavar="N",
         help="requests that may wait for their first token; more are answered 429 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=MOST_BODY_BYTES,
+        metavar="BYTES",
+        help="a request with a longer body is answered 413 (default: %(default)s)",
     )
     group.add_argument(
         "--api-key-file",
@@ -89,6 +98,8 @@ def configure(argv: list[str]) -> FrontendConfig:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of {unit} above 0")
     if args.max_waiting < 1:
         raise ConfigError(f"--max-waiting is {args.max_waiting}, not a number of requests above 0")
+    if args.max_body_bytes < 1:
+        raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}, not a number of bytes above 0")
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
     secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None
@@ -107,6 +118,7 @@ def configure(argv: list[str]) -> FrontendConfig:
         api_keys,
         args.max_waiting,
         secret,
+        args.max_body_bytes,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncGenerator
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -34,7 +35,7 @@ from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
-from vllm_plugin.frontend_routes import FrontendEndpoint
+from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -85,12 +86,13 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     patches.check_vllm()
     _fit(args, config)
     args.api_key = [*(args.api_key or [envs.VLLM_API_KEY or ""]), *config.api_keys]
+    choose_host(args)
     validate_parsed_serve_args(args)
     client = FleetClient(
         config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting), config.secret
     )
     patches.install_fleet_client(lambda _: client)
-    patches.install_endpoint(FrontendEndpoint)
+    patches.install_endpoint(partial(FrontendEndpoint, config.most_body_bytes))
     try:
         uvloop.run(_serve(args, client))
     finally:
@@ -125,7 +127,8 @@ async def _serve(args: argparse.Namespace, client: FleetClient) -> None:
     client.on_unavailable = llm.end_unavailable  # type: ignore[method-assign]
     try:
         await client.connect()
-        shutdown_task = await build_and_serve(llm, listen_address, sock, args)
+        # h11: the limits of --h11-max-incomplete-event-size act in no other parser, and httptools has none of its own.
+        shutdown_task = await build_and_serve(llm, listen_address, sock, args, http="h11")
         await shutdown_task
     finally:
         sock.close()
