@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, secure_client
-from dynaserve.messages import Beat, Bye, FromInstance, Hello, ToInstance, Welcome
+from dynaserve.messages import LONGEST_ANSWER_FRAME_BYTES, Beat, Bye, FromInstance, Hello, ToInstance, Welcome
 
 _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
 
@@ -43,6 +43,7 @@ class InstanceLink:
         self._socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
         self._socket.setsockopt(zmq.ROUTING_ID, f"{frontend_id}.{session}".encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.maxmsgsize = LONGEST_ANSWER_FRAME_BYTES
         secure_client(self._socket, secret)
         self._doubt = "" if secret is None else "; does it hold another fleet secret?"
         self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)

@@ -81,6 +81,7 @@ from vllm_plugin.requests import (
     CutRequest,
     cache_key,
     check_extra_args,
+    check_frames,
     why_whole,
 )
 
@@ -90,7 +91,7 @@ REQUESTS = Counter("dynaserve_requests", "Sequences by whether and where they we
 REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])
 REFUSED = Counter("dynaserve_requests_refused", "Requests that were answered 429, by what they would have waited in or for.", ["by"])
 LIFTED = Counter("dynaserve_lifted_hand_offs", "Announced hand-offs that did not happen; the alpha finished alone.")
-DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", ["instance"])
+MALFORMED = Counter("dynaserve_malformed_messages", "Messages from instances that were malformed.", ["instance"])
 PLACING = Histogram(
     "dynaserve_placement_seconds",
     "Time to decide where a request runs.",
@@ -280,7 +281,7 @@ class FleetClient(Failover):
             message = self._header_decoder.decode(frames[0])
             outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
         except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
-            DROPPED.labels(instance).inc()
+            MALFORMED.labels(instance).inc()
             logger.warning("dropped a malformed message from %s: %s", instance, error)
             return
         match message:
@@ -433,5 +434,7 @@ class FleetClient(Failover):
         return f"{live.internal_id}/{side.value}.{live.flow.attempt if attempt is None else attempt}@{self.frontend_id}"
 
     async def _send(self, instance: str, message: ToInstance, request: EngineCoreRequest | None = None) -> None:
-        frames = self._encoder.encode(request) if request is not None else ()
+        frames: Sequence[Any] = ()
+        if request is not None:
+            check_frames(frames := self._encoder.encode(request))
         await self._links.send(instance, message, frames)

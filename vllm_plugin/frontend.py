@@ -36,6 +36,7 @@ from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
 from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
+from vllm_plugin.requests import check_request_id
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -49,6 +50,7 @@ class FleetLLM(AsyncLLM):
         max_tokens = sampling_params.max_tokens or self.model_config.max_model_len - (prompt_tokens or 0)
         client: FleetClient = self.engine_core
         try:
+            check_request_id(request_id)
             client.admit(prompt_tokens, sampling_params.extra_args or {}, max_tokens)
         except BadRequest as error:
             raise VLLMValidationError(str(error)) from error

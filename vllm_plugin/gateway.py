@@ -27,6 +27,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
 from dynaserve.frontend_sessions import FrontendSessions
 from dynaserve.messages import (
+    LONGEST_FRAME_BYTES,
+    MOST_FRAMES,
     PROTOCOL_VERSION,
     Abort,
     AddLora,
@@ -62,6 +64,7 @@ from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.scheduler import EVENT_CARRIER
+from vllm_plugin.wake import LONGEST_SIGN_BYTES
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -112,6 +115,7 @@ class Gateway:
         # A token that is dropped is worse than memory that is used; a front-end that reconnects keeps its identity.
         socket.set_hwm(0)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.maxmsgsize = LONGEST_FRAME_BYTES
         secure_server(socket, secret)
         port = options.port or socket.bind_to_random_port(f"tcp://{options.host}")
         if options.port:
@@ -151,6 +155,7 @@ class Gateway:
 
     async def _feel_pulse(self, address: str, secret: FleetSecret | None) -> None:
         socket = self.context.socket(zmq.PULL)
+        socket.maxmsgsize = LONGEST_SIGN_BYTES
         secure_client(socket, secret)
         socket.connect(address)
         decoder = msgspec.msgpack.Decoder(Pulse)
@@ -178,6 +183,8 @@ class Gateway:
         while True:
             identity, *frames = await self.socket.recv_multipart()
             try:
+                if len(frames) > MOST_FRAMES:
+                    raise msgspec.ValidationError(f"it has {len(frames)} frames, at most {MOST_FRAMES} are read")
                 message = self.header_decoder.decode(frames[0])
                 await self._handle(identity, message, frames[1:])
             except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:

@@ -17,6 +17,8 @@ from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
 
 _LONGEST_SLEEP_MS = 250
 """How late a deadline may be noticed."""
+LONGEST_SIGN_BYTES = 4096
+"""Of a ring, or a pulse; ZeroMQ's own greetings must fit as well."""
 
 
 class Bell:
@@ -53,6 +55,7 @@ class Alarm:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.linger = 0
+        self._socket.maxmsgsize = LONGEST_SIGN_BYTES
         secure_client(self._socket, secret)
         for address in bells:
             self._socket.connect(address)

@@ -26,7 +26,7 @@ from dynaserve.fleet_secret import FleetSecret, may_reach, secure_client, secure
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.transport import Transport, TransportError, WorkerEndpoint
-from dynaserve.kv_transfer.wire import Done, Grant, Message, Revoke
+from dynaserve.kv_transfer.wire import LONGEST_MESSAGE_BYTES, Done, Grant, Message, Revoke
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Agent:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
+        self._inbox.maxmsgsize = LONGEST_MESSAGE_BYTES
         secure_server(self._inbox, secret)
         port = self._inbox.bind_to_random_port(f"tcp://{host}")
         self.endpoint = WorkerEndpoint(
