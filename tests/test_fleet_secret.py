@@ -15,7 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from dynaserve import fleet
+from dynaserve import fleet, fleet_secret
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_secret import FleetSecret, derive, is_loopback, may_reach, read, secure_client, secure_server
@@ -202,6 +202,16 @@ def test_a_stranger_is_not_heard_while_a_right_peer_goes_on(
             time.sleep(0.01)  # for the stranger's handshakes
         assert not socket.poll(200)
         assert not wrong.poll(0)
+
+
+def test_a_server_that_cannot_ask_about_its_peers_hears_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_secret, "_keep_the_door", lambda *_: None)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        secure_server(socket, OURS)
+        with dealer(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}", OURS) as right:
+            right.send(b"hello")
+            assert not socket.poll(500)
 
 
 def test_a_client_with_a_secret_tells_nothing_to_a_server_without() -> None:
