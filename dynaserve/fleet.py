@@ -14,6 +14,7 @@ import msgspec
 
 from dynaserve import latency_profile
 from dynaserve.errors import ConfigError
+from dynaserve.fleet_secret import FleetSecret, may_reach
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 
@@ -101,6 +102,19 @@ def check(instance: Instance, first: Instance) -> None:
     for mine, other in zip(ours.workers, theirs.workers, strict=True):
         if mine.kv_layout != other.kv_layout:
             raise ConfigError(f"KV layout differs: {first.instance_id} has {mine.kv_layout}; {name} has {other.kv_layout}")
+
+
+def check_reach(instance: Instance, secret: FleetSecret | None) -> None:
+    """Raises ConfigError if a front-end with this secret, or without one, may not open a connection to the instance's gateway."""
+    name, description = instance.instance_id, instance.description
+    if description.secured and secret is None:
+        raise ConfigError(f"instance {name} has a fleet secret, this front-end has none: give --fleet-secret-file")
+    if not description.secured and secret is not None:
+        raise ConfigError(f"this front-end has a fleet secret, instance {name} has none: give it --dynaserve-fleet-secret-file")
+    if not may_reach(description.gateway, secret):
+        raise ConfigError(
+            f"the gateway {description.gateway} of instance {name} is not at a loopback address, and there is no --fleet-secret-file"
+        )
 
 
 def check_model(model: str, instances: Sequence[Instance]) -> None:

@@ -18,6 +18,7 @@ import zmq.asyncio
 from dynaserve import fleet
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
+from dynaserve.fleet_secret import FleetSecret
 from dynaserve.instance_link import InstanceLink, LinkLost
 from dynaserve.liveness import Changed, FleetLiveness, Health
 from dynaserve.messages import InstanceDescription, Pulse, ToInstance
@@ -35,7 +36,7 @@ class FleetLinks:
 
     on_message: gets every message of a living instance, in order. on_change: gets every change of its health; UP comes before
     the first message and DEAD after the last one. on_tick: called again and again with the time. on_fault: gets what must not happen.
-    describe: asks an instance, by its URL, who it is; called in a thread.
+    describe: asks an instance, by its URL, who it is; called in a thread. secret: of the fleet; None: loopback only.
     """
 
     frontend_id: str
@@ -45,6 +46,7 @@ class FleetLinks:
     on_fault: Callable[[BaseException], None]
     describe: Callable[[str], InstanceDescription] = lambda url: fleet.describe(url, ANSWER_TIMEOUT_S)
     liveness: FleetLiveness = field(default_factory=FleetLiveness)
+    secret: FleetSecret | None = None
     instances: dict[str, Instance] = field(default_factory=dict)
     _links: dict[str, InstanceLink] = field(default_factory=dict)
     _rejoining: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -108,8 +110,9 @@ class FleetLinks:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     async def _join(self, instance: Instance, timeout_s: float) -> None:
+        fleet.check_reach(instance, self.secret)
         self._session += 1
-        link = InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session)
+        link = InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session, self.secret)
         try:
             await link.open(instance.description.instance_epoch, timeout_s)
         except BaseException:

@@ -39,7 +39,7 @@ GAPS = Counter("dynaserve_token_gaps", "Gaps between tokens of an answer, as the
 GAPS_IN_SLO = Counter("dynaserve_token_gaps_in_slo", "Those within the TBT SLO of their request.")
 FIRST_TOKENS = Counter("dynaserve_first_tokens", "First tokens of requests with a TTFT SLO.")
 FIRST_TOKENS_IN_SLO = Counter("dynaserve_first_tokens_in_slo", "Those that came within it.")
-DROPPED = Counter("dynaserve_dropped_messages", "Messages from instances that were malformed.", [URL])
+MALFORMED = Counter("dynaserve_malformed_messages", "Messages from instances that were malformed.", [URL])
 PLACING = Histogram(
     "dynaserve_placement_seconds",
     "Time to decide where a request runs.",

@@ -9,6 +9,7 @@ loop that is busy for seconds, or a long hold of the interpreter's lock, is not 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from dynaserve.errors import ConfigError
-from dynaserve.messages import Beat, Bye, FromInstance, Hello, ToInstance, Welcome
+from dynaserve.fleet_secret import FleetSecret, secure_client
+from dynaserve.messages import LONGEST_ANSWER_FRAME_BYTES, Beat, Bye, FromInstance, Hello, ToInstance, Welcome
 
 _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
 
@@ -40,10 +42,12 @@ class LinkLost(Exception):
 class InstanceLink:
     """Sends and receives whole messages, in order, until it is lost or closed.
 
-    gateway: its address. session: of this front-end, larger than that of any link before it.
+    gateway: its address. session: of this front-end, larger than that of any link before it. secret: of the fleet, if it has one.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, gateway: str, frontend_id: str, session: int) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, gateway: str, frontend_id: str, session: int, secret: FleetSecret | None = None
+    ) -> None:
         self._gateway = gateway
         self._hello = Hello(frontend_id, session=session)
         self.closed = False
@@ -53,6 +57,9 @@ class InstanceLink:
         self._socket.setsockopt(zmq.ROUTING_ID, f"{frontend_id}.{session}".encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         keep_alive(self._socket)
+        self._socket.maxmsgsize = LONGEST_ANSWER_FRAME_BYTES
+        secure_client(self._socket, secret)
+        self._doubt = "" if secret is None else "; does it hold another fleet secret?"
         self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 
     async def open(self, instance_epoch: str, timeout_s: float) -> None:
@@ -62,7 +69,7 @@ class InstanceLink:
         try:
             await asyncio.wait_for(self._greet(instance_epoch), timeout_s)
         except TimeoutError:
-            raise ConfigError(f"the gateway {self._gateway} does not answer") from None
+            raise ConfigError(f"the gateway {self._gateway} does not answer{self._doubt}") from None
         except LinkLost as error:
             raise ConfigError(f"the gateway {self._gateway} does not answer: {error}") from error
 
@@ -82,7 +89,8 @@ class InstanceLink:
     async def send(self, message: ToInstance, frames: Sequence[Any] = ()) -> None:
         """What is sent on a closed link is lost, as on a link whose other end has gone."""
         if not self.closed:
-            await self._socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+            with contextlib.suppress(zmq.Again):  # the connection has ended; without NOBLOCK this would wait for another one
+                await self._socket.send_multipart([msgspec.msgpack.encode(message), *frames], zmq.NOBLOCK)
 
     async def receive(self) -> list[bytes]:
         """The next message; raises LinkLost when there will be none."""
@@ -110,7 +118,8 @@ class InstanceLink:
             return
         self.closed = True
         if bye:
-            zmq.Socket.shadow(self._socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):  # the connection has ended
+                zmq.Socket.shadow(self._socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=None if bye else 0)

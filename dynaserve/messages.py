@@ -7,11 +7,29 @@ Nothing on this wire is pickled.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.kv_transfer.wire import TransferId
 
 PROTOCOL_VERSION = 4
+
+LONGEST_FRAME_BYTES = 256 << 20
+"""To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
+LONGEST_ANSWER_FRAME_BYTES = 1 << 30
+"""From an instance, whose prompt logprobs may be large."""
+MOST_FRAMES = 1024
+"""Of a message to an instance; the multimodal inputs of a request have some each."""
+LONGEST_REQUEST_ID = 256
+"""Characters, as the client's server names the request; `RequestId` adds which part of it, and of which front-end."""
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=2 * LONGEST_REQUEST_ID)]
+Tokens = Annotated[int, Meta(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=1 << 24)]
+Name = Annotated[str, Meta(max_length=4096)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -20,15 +38,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     session: grows with every connection of this front-end; what ran for an earlier one is aborted.
     """
 
-    frontend_id: str
+    frontend_id: Name
     protocol_version: int = PROTOCOL_VERSION
-    session: int = 0
+    session: Annotated[int, Meta(ge=0)] = 0
 
 
 class SenderLost(msgspec.Struct, frozen=True, tag=True):
     """The instance of these workers is dead: end all transfers from and to them that can be ended."""
 
-    worker_ids: list[str]
+    worker_ids: Annotated[list[Name], Meta(max_length=4096)]
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -38,11 +56,11 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     output_token_ids: what another instance, lost since, has sampled: they are computed anew, as output, and not told again.
     """
 
-    request_id: str
-    hand_off_at: int | None = None
-    transfer_id: str | None = None
+    request_id: RequestId
+    hand_off_at: Tokens | None = None
+    transfer_id: TransferId | None = None
     chunked: bool = True
-    output_token_ids: list[int] = []
+    output_token_ids: TokenIds = []
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
@@ -52,25 +70,25 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     (`Granted` again), and may be taken back until `Continue` (`Revoked`).
     """
 
-    request_id: str
-    hand_off_at: int
-    transfer_id: str
-    transport: str
-    senders: list[WorkerEndpoint]
+    request_id: RequestId
+    hand_off_at: Tokens
+    transfer_id: TransferId
+    transport: Name
+    senders: Annotated[list[WorkerEndpoint], Meta(max_length=4096)]
 
 
 class Continue(msgspec.Struct, frozen=True, tag=True):
     """The alpha has stopped at `hand_off_at` computed tokens, having sampled `output_token_ids`: resume once the KV is there."""
 
-    request_id: str
-    hand_off_at: int
-    output_token_ids: list[int]
+    request_id: RequestId
+    hand_off_at: Tokens
+    output_token_ids: TokenIds
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """The alpha of this beta is about to stop: an instance that is at rest wakes up, so that the beta's first step is not its first."""
 
-    request_id: str
+    request_id: RequestId
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
@@ -80,28 +98,28 @@ class Move(msgspec.Struct, frozen=True, tag=True):
     where). None lifts it, so that the instance finishes the request alone. To a beta: reserve up to there.
     """
 
-    request_id: str
-    hand_off_at: int | None
+    request_id: RequestId
+    hand_off_at: Tokens | None
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
     """The beta has resumed: the alpha may free its blocks. Nothing more is sent for it but `Ended`."""
 
-    request_id: str
+    request_id: RequestId
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Stop these requests and free what they hold."""
 
-    request_ids: list[str]
+    request_ids: list[RequestId]
 
 
 class AddLora(msgspec.Struct, frozen=True, tag=True):
     """Load a LoRA adapter from a path of the instance's machine; requests name it by `lora_int_id`. Answered by `LoraAdded`."""
 
-    lora_name: str
+    lora_name: Name
     lora_int_id: int
-    lora_path: str
+    lora_path: Name
     load_inplace: bool = False
 
 
@@ -290,3 +308,5 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     cut_obstacle: str | None
     """Why no request can be cut on this instance (speculative decoding, several KV groups ...); None: it can."""
     workers: list[WorkerDescription]
+    secured: bool = False
+    """Its sockets hear only who has the fleet secret."""

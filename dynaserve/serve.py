@@ -10,9 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dynaserve import config_file, fleet, instance_file, latency_profile, length_predictor
+from dynaserve import config_file, fleet, fleet_secret, instance_file, latency_profile, length_predictor
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
+from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy, predicts
 from dynaserve.length_predictor import LengthPredictor
 from dynaserve.request_placer import RequestPlacer, step_share
@@ -20,6 +21,8 @@ from dynaserve.request_placer import RequestPlacer, step_share
 ENGINE = "vllm_plugin.frontend:serve"
 """The OpenAI server, by import string: this package does not import the engine's."""
 MOST_WAITING = 4096
+MOST_BODY_BYTES = 32 << 20
+FLEET_SECRET_OPTION = "--fleet-secret-file"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class FrontendConfig:
     api_keys: tuple[str, ...] = ()
     most_waiting: int = MOST_WAITING
     instances_file: Path | None = None
+    secret: FleetSecret | None = None
+    most_body_bytes: int = MOST_BODY_BYTES
 
 
 def add_arguments(parser: Any) -> None:
@@ -71,10 +76,24 @@ def add_arguments(parser: Any) -> None:
         help="requests that may wait for their first token; more are answered 429 (default: %(default)s)",
     )
     group.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=MOST_BODY_BYTES,
+        metavar="BYTES",
+        help="a request with a longer body is answered 413 (default: %(default)s)",
+    )
+    group.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
         help="keys beside those of --api-key, one a line; each opens /v1 and /dynaserve, and nothing opens them without one",
+    )
+    group.add_argument(
+        FLEET_SECRET_OPTION,
+        type=Path,
+        metavar="FILE",
+        help="a line of at least 32 characters, the same in the whole fleet and readable by its owner only; "
+        "instances that are not at loopback need it (default: none)",
     )
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
@@ -94,9 +113,14 @@ def configure(argv: list[str]) -> FrontendConfig:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of {unit} above 0")
     if args.max_waiting < 1:
         raise ConfigError(f"--max-waiting is {args.max_waiting}, not a number of requests above 0")
+    if args.max_body_bytes < 1:
+        raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}, not a number of bytes above 0")
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
+    secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None
     instances = fleet.join(urls) if args.instances_file is None else fleet.join_present(urls)
+    for instance in instances:
+        fleet.check_reach(instance, secret)
     if predicts(policy.policy):
         fleet.check_profile(args.latency_profile, instances)
     transport = fleet.choose_transport(instances, args.transport)
@@ -109,6 +133,8 @@ def configure(argv: list[str]) -> FrontendConfig:
         api_keys,
         args.max_waiting,
         args.instances_file,
+        secret,
+        args.max_body_bytes,
     )
 
 

@@ -13,10 +13,10 @@ from fastapi import FastAPI
 
 from dynaserve.errors import ConfigError
 from dynaserve.serve import read_api_keys
-from vllm_plugin.frontend_routes import FrontendEndpoint
+from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
 
 
-def status(path: str, keys: list[str], header: str | None) -> int:
+def status(path: str, keys: list[str], header: str | None, host: str | None = "127.0.0.1", uds: str | None = None) -> int:
     """Of a front-end without instances."""
 
     async def ask() -> int:
@@ -24,7 +24,7 @@ def status(path: str, keys: list[str], header: str | None) -> int:
         endpoint = FrontendEndpoint()
         endpoint.attach_router(app)
         llm = SimpleNamespace(engine_core=SimpleNamespace(instances={}, frontend_id="f"))
-        await endpoint.init_state(llm, app.state, Namespace(api_key=keys))
+        await endpoint.init_state(llm, app.state, Namespace(api_key=keys, host=host, uds=uds))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://frontend") as client:
             headers = {} if header is None else {"Authorization": header}
             return (await client.get(path, headers=headers)).status_code
@@ -46,6 +46,38 @@ def status(path: str, keys: list[str], header: str | None) -> int:
 )
 def test_the_management_routes_open_with_any_of_the_keys(keys: list[str], header: str | None, expected: int) -> None:
     assert status("/dynaserve/fleet", keys, header) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "uds", "expected"),
+    [
+        ([""], "0.0.0.0", None, 403),
+        ([""], None, None, 403),
+        ([""], "10.0.0.1", None, 403),
+        (["one"], "0.0.0.0", None, 200),
+        ([""], "localhost", None, 200),
+        ([""], None, "/run/frontend", 200),
+    ],
+)
+def test_the_management_routes_are_not_served_to_a_network_without_a_key(
+    keys: list[str], host: str | None, uds: str | None, expected: int
+) -> None:
+    assert status("/dynaserve/fleet", keys, "Bearer one", host, uds) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "uds", "chosen"),
+    [
+        ([""], None, None, "127.0.0.1"),
+        ([""], "0.0.0.0", None, "0.0.0.0"),
+        (["one"], None, None, None),
+        ([""], None, "/run/frontend", None),
+    ],
+)
+def test_without_a_key_loopback_is_the_default(keys: list[str], host: str | None, uds: str | None, chosen: str | None) -> None:
+    args = Namespace(api_key=keys, host=host, uds=uds)
+    choose_host(args)
+    assert args.host == chosen
 
 
 def test_keys_are_read_one_a_line(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 pytest.importorskip("vllm")
 
+from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -28,6 +29,7 @@ from dynaserve.length_predictor import LengthPredictor
 from dynaserve.messages import Abort, Ended, InstanceDescription, Load, MeasuredStep, Run, SenderLost, Step, WorkerDescription
 from dynaserve.request_placer import RequestPlacer
 from tests.test_fleet_links import Gateway, description, until
+from vllm_plugin import requests
 from vllm_plugin.fleet_client import FleetClient
 
 NAMES = ("http://a", "http://b")
@@ -116,6 +118,19 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_that_the_client_has() -> No
         await fleet.sample(second, goes_on.request_id, [9], FinishReason.LENGTH)
         output = await fleet.output()
         assert (output.request_id, output.new_token_ids, output.finish_reason) == ("r", [9], FinishReason.LENGTH)
+
+    run(scenario)
+
+
+def test_a_request_too_large_for_a_gateway_is_refused_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        monkeypatch.setattr(requests, "LONGEST_FRAME_BYTES", 20)
+        with pytest.raises(GracefulHTTPError, match="at most 20 fit") as refusal:
+            await fleet.start("large")
+        assert refusal.value.http_status == 413
+        monkeypatch.undo()
+        await fleet.start("small")
+        assert not [name for name in NAMES if fleet.runs(name, "large")]
 
     run(scenario)
 

@@ -15,6 +15,8 @@ import zmq.asyncio
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
+from dynaserve.fleet_secret import FleetSecret, secure_server
+from dynaserve.instance_link import InstanceLink
 from dynaserve.liveness import Changed, FleetLiveness, Health, Limits
 from dynaserve.messages import (
     PROTOCOL_VERSION,
@@ -67,10 +69,12 @@ class Gateway:
     heard: list[ToInstance] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    secret: FleetSecret | None = None
 
     def start(self, context: zmq.asyncio.Context) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        secure_server(self.socket, self.secret)
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.tasks = [asyncio.create_task(self.serve()), asyncio.create_task(self.beat())]
 
@@ -217,6 +221,19 @@ def test_a_cut_connection_is_noticed_at_once_and_never_mended() -> None:
         frontend.gateway.start(context)
         await until(lambda: frontend.healths[-1] == (Health.UP, 2))
         assert frontend.links.instances[URL].description.instance_epoch == "second"
+
+    run(scenario)
+
+
+def test_what_is_sent_after_the_end_of_a_connection_is_lost_at_once() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        link = InstanceLink(context, frontend.gateway.address, "frontend", 1)
+        await link.open("first", timeout_s=30)
+        frontend.gateway.cut()
+        async with asyncio.timeout(30):
+            await link.ended()
+            await link.send(Bye())
+        link.close(bye=True)
 
     run(scenario)
 

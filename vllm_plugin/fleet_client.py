@@ -29,6 +29,7 @@ from dynaserve.admission import Admission
 from dynaserve.errors import NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
+from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import PlacementReason
 from dynaserve.instance_file import InstanceFile
 from dynaserve.length_predictor import LengthQuery
@@ -82,6 +83,7 @@ from vllm_plugin.requests import (
     CutRequest,
     cache_key,
     check_extra_args,
+    check_frames,
     why_whole,
 )
 
@@ -103,6 +105,7 @@ class FleetClient(Failover):
         transport: str,
         timeout_s: float = math.inf,
         admission: Admission | None = None,
+        secret: FleetSecret | None = None,
     ) -> None:
         self.book = RecordBook()
         self.frontend_id = uuid.uuid4().hex
@@ -113,7 +116,7 @@ class FleetClient(Failover):
         self._transport = transport
         self._live = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
-        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_tick, self._on_fault)
+        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_tick, self._on_fault, secret=secret)
         self._links.instances |= {instance.instance_id: instance for instance in instances}
         self._orphans = Orphans()
         self._draining = set()
@@ -282,7 +285,7 @@ class FleetClient(Failover):
             message = self._header_decoder.decode(frames[0])
             outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
         except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
-            frontend_metrics.DROPPED.labels(instance).inc()
+            frontend_metrics.MALFORMED.labels(instance).inc()
             logger.warning("dropped a malformed message from %s: %s", instance, error)
             return
         match message:
@@ -438,5 +441,7 @@ class FleetClient(Failover):
         return f"{live.internal_id}/{side.value}.{live.flow.attempt if attempt is None else attempt}@{self.frontend_id}"
 
     async def _send(self, instance: str, message: ToInstance, request: EngineCoreRequest | None = None) -> None:
-        frames = self._encoder.encode(request) if request is not None else ()
+        frames: Sequence[Any] = ()
+        if request is not None:
+            check_frames(frames := self._encoder.encode(request))
         await self._links.send(instance, message, frames)

@@ -36,7 +36,8 @@ from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
-from vllm_plugin.frontend_routes import FrontendEndpoint
+from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
+from vllm_plugin.requests import check_request_id
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -50,6 +51,7 @@ class FleetLLM(AsyncLLM):
         max_tokens = sampling_params.max_tokens or self.model_config.max_model_len - (prompt_tokens or 0)
         client: FleetClient = self.engine_core
         try:
+            check_request_id(request_id)
             client.admit(prompt_tokens, sampling_params.extra_args or {}, max_tokens)
         except BadRequest as error:
             raise VLLMValidationError(str(error)) from error
@@ -87,10 +89,13 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     patches.check_vllm()
     _fit(args, config)
     args.api_key = [*(args.api_key or [envs.VLLM_API_KEY or ""]), *config.api_keys]
+    choose_host(args)
     validate_parsed_serve_args(args)
-    client = FleetClient(config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting))
+    client = FleetClient(
+        config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting), config.secret
+    )
     patches.install_fleet_client(lambda _: client)
-    patches.install_endpoint(lambda: FrontendEndpoint(config.instances_file))
+    patches.install_endpoint(lambda: FrontendEndpoint(config.instances_file, config.most_body_bytes))
     try:
         uvloop.run(_serve(args, client))
     finally:
@@ -127,7 +132,8 @@ async def _serve(args: argparse.Namespace, client: FleetClient) -> None:
         client.on_over = partial(request_spans.emit, trace.get_tracer("dynaserve"))  # type: ignore[method-assign]
     try:
         await client.connect()
-        shutdown_task = await build_and_serve(llm, listen_address, sock, args)
+        # h11: the limits of --h11-max-incomplete-event-size act in no other parser, and httptools has none of its own.
+        shutdown_task = await build_and_serve(llm, listen_address, sock, args, http="h11")
         await shutdown_task
     finally:
         sock.close()

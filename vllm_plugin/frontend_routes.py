@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +17,11 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from dynaserve import live_page
 from dynaserve.errors import ConfigError
+from dynaserve.fleet_secret import is_loopback
 from dynaserve.fleet_view import Snapshot
 from dynaserve.frontend_metrics import FleetCollector
+from dynaserve.serve import MOST_BODY_BYTES
+from vllm_plugin.body_limit import BodyLimit
 from vllm_plugin.fleet_client import FleetClient
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
     from starlette.datastructures import State
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger("vllm.dynaserve.frontend")
 
 LEAST_RETRY_S, MOST_RETRY_S = 1, 60
 
@@ -75,13 +81,17 @@ class MembershipAnswer:
 
 
 class FrontendEndpoint:
-    """vLLM endpoint plugin (see `patches.install_endpoint`). instances_file: names the fleet; None: nothing does but the routes."""
+    """vLLM endpoint plugin (see `patches.install_endpoint`).
+
+    instances_file: names the fleet; None: nothing does but the routes. most_body_bytes: of any request.
+    """
 
     name = "dynaserve"
     required_tasks = ("generate",)
 
-    def __init__(self, instances_file: Path | None = None) -> None:
+    def __init__(self, instances_file: Path | None = None, most_body_bytes: int = MOST_BODY_BYTES) -> None:
         self._instances_file = instances_file
+        self._most_body_bytes = most_body_bytes
 
     def attach_router(self, app: FastAPI) -> None:
         router = APIRouter(tags=["DynaServe"], dependencies=[Depends(_check_key)])
@@ -143,6 +153,7 @@ class FrontendEndpoint:
 
         app.include_router(router)
         app.add_middleware(RetryAfter)
+        app.add_middleware(BodyLimit, most_bytes=self._most_body_bytes)
         inner = app.router.lifespan_context
 
         @asynccontextmanager
@@ -163,6 +174,7 @@ class FrontendEndpoint:
         state.dynaserve = engine_client.engine_core
         keys = [key for key in args.api_key if key]
         state.dynaserve_keys = AuthenticationMiddleware(APIRouter(), keys) if keys else None
+        state.dynaserve_open = _is_open(args)
 
 
 class RetryAfter:
@@ -182,8 +194,22 @@ class RetryAfter:
         await self.app(scope, receive, send_with_header)
 
 
+def choose_host(args: Namespace) -> None:
+    """vLLM's default, all interfaces, is for servers with keys; an address that is named is used, but see `_is_open`."""
+    if not args.host and args.uds is None and not any(args.api_key):
+        args.host = "127.0.0.1"
+        logger.info("listening on %s only, because there is no API key; --host names another address", args.host)
+
+
+def _is_open(args: Namespace) -> bool:
+    """Whether /dynaserve, which can stop instances, is served: to a network only with a key, whatever /v1 is."""
+    return any(args.api_key) or args.uds is not None or is_loopback(args.host or "")
+
+
 def _check_key(request: Request) -> None:
     """vLLM's own check, which guards /v1 only."""
+    if not request.app.state.dynaserve_open:
+        raise HTTPException(403, "/dynaserve is served to a network only with an API key: start with --api-key or --api-key-file")
     keys: AuthenticationMiddleware | None = request.app.state.dynaserve_keys
     if keys is not None and not keys.verify_token(request.headers):
         raise HTTPException(401, "Unauthorized")

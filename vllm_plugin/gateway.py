@@ -24,9 +24,12 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
 from dynaserve.frontend_sessions import FrontendSessions
 from dynaserve.instance_link import keep_alive
 from dynaserve.messages import (
+    LONGEST_FRAME_BYTES,
+    MOST_FRAMES,
     PROTOCOL_VERSION,
     Abort,
     AddLora,
@@ -61,6 +64,7 @@ from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.scheduler import EVENT_CARRIER
+from vllm_plugin.wake import LONGEST_SIGN_BYTES
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -103,6 +107,7 @@ class Gateway:
     @classmethod
     async def start(cls, engine_client: AsyncLLM, args: Namespace) -> Gateway:
         options = PluginOptions.from_config(engine_client.vllm_config)
+        secret = options.read_secret()
         engine = engine_client.engine_core
         heart = await engine.call_utility_async("dynaserve_listen")
         known = await engine.call_utility_async("dynaserve_describe")
@@ -114,6 +119,8 @@ class Gateway:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tells of a front-end that has gone, by `keep_alive`
         keep_alive(socket)
+        socket.maxmsgsize = LONGEST_FRAME_BYTES
+        secure_server(socket, secret)
         port = options.port or socket.bind_to_random_port(f"tcp://{options.host}")
         if options.port:
             socket.bind(f"tcp://{options.host}:{options.port}")
@@ -125,6 +132,7 @@ class Gateway:
                 "model": args.model,
                 "served_model_names": args.served_model_name or [args.model],
                 "vllm_version": metadata.version("vllm"),
+                "secured": secret is not None,
                 **known,
             },
             InstanceDescription,
@@ -133,7 +141,7 @@ class Gateway:
         engine.dynaserve_gateway = gateway
         patches.tell_before_shutdown(engine_client, gateway.drain)
         gateway._spawn(gateway._serve())
-        gateway._spawn(gateway._feel_pulse(heart))
+        gateway._spawn(gateway._feel_pulse(heart, secret))
         gateway._spawn(gateway._beat())
         logger.info("DynaServe gateway at %s", description.gateway)
         return gateway
@@ -149,8 +157,10 @@ class Gateway:
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 
-    async def _feel_pulse(self, address: str) -> None:
+    async def _feel_pulse(self, address: str, secret: FleetSecret | None) -> None:
         socket = self.context.socket(zmq.PULL)
+        socket.maxmsgsize = LONGEST_SIGN_BYTES
+        secure_client(socket, secret)
         socket.connect(address)
         decoder = msgspec.msgpack.Decoder(Pulse)
         while True:
@@ -178,6 +188,8 @@ class Gateway:
         while True:
             identity, *frames = await self.socket.recv_multipart()
             try:
+                if len(frames) > MOST_FRAMES:
+                    raise msgspec.ValidationError(f"it has {len(frames)} frames, at most {MOST_FRAMES} are read")
                 message = self.header_decoder.decode(frames[0])
                 await self._handle(identity, message, frames[1:])
             except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from dynaserve.fleet_secret import FleetSecret, secure_server
 from dynaserve.messages import Pulse
 
 PULSE_S = 0.2
@@ -47,12 +48,13 @@ class StepClock:
 class Heart:
     """Sends a `Pulse` every `PULSE_S` to whoever connects to `address`, the gateway, and never waits for it."""
 
-    def __init__(self, host: str, steps: StepClock) -> None:
+    def __init__(self, host: str, steps: StepClock, secret: FleetSecret | None = None) -> None:
         self._steps = steps
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.linger = 0
         self._socket.set_hwm(4)  # old pulses say nothing
+        secure_server(self._socket, secret)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dynaserve-heart", daemon=True)

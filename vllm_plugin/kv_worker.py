@@ -39,8 +39,9 @@ class KvWorker:
         transports = {name: make_transport(name, worker_id, options.host, kv) for name in options.transports}
         self._rank = get_tensor_model_parallel_rank()
         self._device = kv.layers[0].device
-        self.bell = Bell(options.host)
-        self.agent = Agent(worker_id, options.host, kv.block_bytes, transports, self.bell.ring)
+        secret = options.read_secret()
+        self.bell = Bell(options.host, secret)
+        self.agent = Agent(worker_id, options.host, kv.block_bytes, transports, self.bell.ring, secret)
         self.description = WorkerDescription(self.agent.endpoint, _layout(vllm_config, kv_caches), kv.block_bytes)
         self._results = Results()
         self._sending: dict[str, str] = {}

@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dynaserve import fleet_secret
+from dynaserve.errors import ConfigError
+from dynaserve.fleet_secret import FleetSecret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PLUGIN = "dynaserve"
+FLEET_SECRET_OPTION = "--dynaserve-fleet-secret-file"
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class PluginOptions:
     batching: "vllm", or "slo", which the rest is about. tbt_slo_ms, ttft_slo_ms: of requests that name none; None: the first token
     may come at any time. min_prefill_tokens: of a step whose decodes leave no time for a single one. profile: file that keeps the
     learnt latency of steps; None: it is forgotten. step_log: file that gets a line per step; None: none.
+    fleet_secret_file: of the secret that opens the sockets; None: there is none, and `host` is a loopback address.
     """
 
     host: str = "127.0.0.1"
@@ -36,6 +43,7 @@ class PluginOptions:
     max_parked: int = 64
     park_timeout_ms: float = 10_000.0
     """Of alphas at their hand-off points: how many, and how long, before the instance goes on with one alone."""
+    fleet_secret_file: str | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PluginOptions:
@@ -51,6 +59,7 @@ class PluginOptions:
             args.dynaserve_step_log,
             max_parked=args.dynaserve_max_parked,
             park_timeout_ms=args.dynaserve_park_timeout_ms,
+            fleet_secret_file=args.dynaserve_fleet_secret_file,
         )
 
     @classmethod
@@ -60,7 +69,16 @@ class PluginOptions:
         return cls(**stored | {"transports": tuple(stored["transports"])})
 
     def to_config(self) -> dict[str, Any]:
+        """Of the secret only the file's name: every process reads it itself."""
         return dataclasses.asdict(self)
+
+    def read_secret(self) -> FleetSecret | None:
+        """Raises ConfigError where the file holds none, or there is none and the sockets would be open to a network."""
+        if self.fleet_secret_file is not None:
+            return fleet_secret.read(FLEET_SECRET_OPTION, Path(self.fleet_secret_file))
+        if not fleet_secret.is_loopback(self.host):
+            raise ConfigError(f"--dynaserve-host {self.host} is not a loopback address, and there is no {FLEET_SECRET_OPTION}")
+        return None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dynaserve-port", type=int, default=PluginOptions.port, help="port of the gateway; 0 takes a free one (default: %(default)s)"
+    )
+    group.add_argument(
+        FLEET_SECRET_OPTION,
+        type=_absolute,
+        metavar="FILE",
+        help="a line of at least 32 characters, the same in the whole fleet and readable by its owner only; "
+        "a --dynaserve-host that is not loopback needs it (default: none)",
     )
     group.add_argument(
         "--dynaserve-transports",
@@ -134,6 +159,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="how long an alpha may stand at its hand-off point before the instance finishes it alone (default: %(default)s)",
     )
+
+
+def _absolute(path: str) -> str:
+    """The engine's processes need not share this one's folder."""
+    return str(Path(path).absolute())
 
 
 def _count(text: str) -> int:

@@ -127,6 +127,7 @@ def turn_on(args: argparse.Namespace) -> None:
     from vllm.config import KVTransferConfig
 
     plugin_options = PluginOptions.from_args(args)
+    plugin_options.read_secret()  # to refuse now; each process reads it for itself
     args.scheduler_cls = "vllm_plugin.scheduler.make_scheduler"
     args.kv_transfer_config = KVTransferConfig(
         kv_connector="DynaServeConnector",

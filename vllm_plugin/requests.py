@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeGuard
 
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreRequest
 
 from dynaserve.errors import BadRequest
+from dynaserve.messages import LONGEST_FRAME_BYTES, LONGEST_REQUEST_ID, MOST_FRAMES
 
 SPLIT_ARG = "dynaserve_split"
 """`vllm_xargs` key: the token at which to cut, as vLLM counts `num_computed_tokens`; 0 runs the request whole."""
@@ -90,6 +93,23 @@ def check_extra_args(extra_args: dict[str, Any], prompt_tokens: int | None, max_
         slo_ms = extra_args.get(name)
         if slo_ms is not None and not is_slo_ms(slo_ms):
             raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
+
+
+def check_request_id(request_id: str) -> None:
+    """Clients choose it, with `X-Request-Id`. Raises BadRequest."""
+    if len(request_id) > LONGEST_REQUEST_ID:
+        raise BadRequest(f"the request id has {len(request_id)} characters, more than {LONGEST_REQUEST_ID}")
+
+
+def check_frames(frames: Sequence[Any]) -> None:
+    """Raises GracefulHTTPError, before anything is sent, where a gateway would take the encoded request for an attack."""
+    longest = max(memoryview(frame).nbytes for frame in frames)
+    if longest > LONGEST_FRAME_BYTES or len(frames) >= MOST_FRAMES:
+        raise GracefulHTTPError(
+            f"the request is too large for an instance: {len(frames)} parts of up to {longest} bytes, "
+            f"less than {MOST_FRAMES} of at most {LONGEST_FRAME_BYTES} fit",
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        )
 
 
 def cache_key(request: EngineCoreRequest) -> tuple[str | None, str | None]:

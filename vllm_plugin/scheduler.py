@@ -67,6 +67,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self._alarm: Alarm | None = None
         self._heart: Heart | None = None
         self._host = options.host
+        self._secret = options.read_secret()
         self.steps = StepClock()
         self._stuck = self._freed = False
         self.connector.bind(self)
@@ -74,11 +75,11 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
 
     def listen_to_workers(self, wake: Callable[[], None]) -> None:
         """From now on the engine is woken when a worker has news; `wake` is called from another thread."""
-        self._alarm = Alarm(self.connector.bells, wake)
+        self._alarm = Alarm(self.connector.bells, wake, self._secret)
 
     def start_heart(self) -> str:
         """From now on signs of life are sent. Returns the address where."""
-        self._heart = Heart(self._host, self.steps)
+        self._heart = Heart(self._host, self.steps, self._secret)
         return self._heart.address
 
     def shutdown(self) -> None:

@@ -13,18 +13,23 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
+
 _LONGEST_SLEEP_MS = 250
 """How late a deadline may be noticed."""
+LONGEST_SIGN_BYTES = 4096
+"""Of a ring, or a pulse; ZeroMQ's own greetings must fit as well."""
 
 
 class Bell:
     """The worker's end; `ring` is called by one thread at a time and never waits."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, secret: FleetSecret | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.linger = 0
         self._socket.set_hwm(8)  # one is enough: a step takes all the news that there are
+        secure_server(self._socket, secret)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
 
     def ring(self) -> None:
@@ -43,13 +48,15 @@ class Alarm:
     deadline_s: on the monotonic clock, when to wake the core without a signal; None: never.
     """
 
-    def __init__(self, bells: Sequence[str], wake: Callable[[], None]) -> None:
+    def __init__(self, bells: Sequence[str], wake: Callable[[], None], secret: FleetSecret | None = None) -> None:
         self.rings = threading.Event()
         self.deadline_s: float | None = None
         self._wake = wake
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.linger = 0
+        self._socket.maxmsgsize = LONGEST_SIGN_BYTES
+        secure_client(self._socket, secret)
         for address in bells:
             self._socket.connect(address)
         self._thread = threading.Thread(target=self._run, name="dynaserve-alarm", daemon=True)

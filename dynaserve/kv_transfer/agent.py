@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from dynaserve.fleet_secret import FleetSecret, may_reach, secure_client, secure_server
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.transport import Transport, TransportError, WorkerEndpoint
-from dynaserve.kv_transfer.wire import Done, Grant, Message, Revoke
+from dynaserve.kv_transfer.wire import LONGEST_MESSAGE_BYTES, Done, Grant, Message, Revoke
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Agent:
 
     worker_id: unique per start of the process. host: address to bind the control socket to.
     block_bytes: of one block over all layers. on_results: called in the control thread when `take_results` has news for which
-    an idle engine should be woken; it returns at once.
+    an idle engine should be woken; it returns at once. secret: of the fleet; None: peers are at loopback only.
     """
 
     def __init__(
@@ -95,15 +96,19 @@ class Agent:
         block_bytes: int,
         transports: Mapping[str, Transport],
         on_results: Callable[[], None] = lambda: None,
+        secret: FleetSecret | None = None,
     ) -> None:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
+        self._inbox.maxmsgsize = LONGEST_MESSAGE_BYTES
+        secure_server(self._inbox, secret)
         port = self._inbox.bind_to_random_port(f"tcp://{host}")
         self.endpoint = WorkerEndpoint(
             worker_id, f"tcp://{host}:{port}", {name: transport.address() for name, transport in transports.items()}
         )
         self.dropped_messages = 0
+        self._secret = secret
         self._transports = transports
         self._block_bytes = block_bytes
         self._on_results = on_results
@@ -307,18 +312,27 @@ class Agent:
     def _tell(self, peer: WorkerEndpoint, message: Message) -> None:
         outbox = self._outboxes.get(peer.worker_id)
         if outbox is None:
-            outbox = self._outboxes[peer.worker_id] = self._context.socket(zmq.PUSH)
-            outbox.linger = 0
-            outbox.set_hwm(0)  # this thread must never wait for a peer
             try:
-                outbox.connect(peer.control)
-            except zmq.ZMQError as error:
-                del self._outboxes[peer.worker_id]
-                outbox.close()
+                outbox = self._outboxes[peer.worker_id] = self._connect(peer)
+            except (zmq.ZMQError, TransportError) as error:
                 self.dropped_messages += 1
                 logger.warning("dropped a message to %s at %r: %s", peer.worker_id, peer.control, error)
                 return
         outbox.send(msgspec.msgpack.encode(message))
+
+    def _connect(self, peer: WorkerEndpoint) -> zmq.Socket[bytes]:
+        if not may_reach(peer.control, self._secret):
+            raise TransportError("without a fleet secret only loopback is reached")
+        outbox = self._context.socket(zmq.PUSH)
+        outbox.linger = 0
+        outbox.set_hwm(0)  # the control thread must never wait for a peer
+        secure_client(outbox, self._secret)
+        try:
+            outbox.connect(peer.control)
+        except zmq.ZMQError:
+            outbox.close()
+            raise
+        return outbox
 
     def _on_lane(self, direction: str, peer: WorkerEndpoint, task: Callable[[], None]) -> None:
         """Runs tasks of one direction and peer in order, beside all others."""

@@ -1,0 +1,201 @@
+"""A real gateway, with a heart but without an engine, over real sockets: whom it hears, and what it makes of rubbish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq.asyncio
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from dynaserve.errors import ConfigError
+from dynaserve.fleet_secret import FleetSecret, derive, secure_client
+from dynaserve.instance_link import InstanceLink
+from dynaserve.messages import Abort, Hello, Run, ToInstance, Welcome
+from dynaserve.messages import InstanceDescription as Description
+from tests.test_fleet_links import description
+from tests.test_wire_limits import almost
+from vllm_plugin import gateway as gateway_module
+from vllm_plugin.gateway import DROPPED, Gateway
+from vllm_plugin.heart import Heart, StepClock
+from vllm_plugin.options import PLUGIN, PluginOptions
+
+LINE = "0123456789abcdef0123456789abcdef"
+
+
+@dataclass
+class Engine:
+    """vLLM's client of an engine core, as far as a gateway uses it."""
+
+    heart: Heart
+    added: list[Any] = field(default_factory=list)
+
+    async def call_utility_async(self, method: str, *_: Any) -> Any:
+        if method == "dynaserve_listen":
+            return self.heart.address
+        if method == "dynaserve_describe":
+            return {key: value for key, value in msgspec.to_builtins(description("", "")).items() if key not in GATEWAYS_OWN}
+        return None
+
+    async def add_request_async(self, request: Any) -> None:
+        self.added.append(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Nothing runs."""
+
+    async def add_lora_async(self, request: Any) -> None:
+        """Any is loaded."""
+
+
+GATEWAYS_OWN = ("protocol_version", "instance_epoch", "gateway", "model", "served_model_names", "vllm_version", "secured")
+
+
+@dataclass
+class Instance:
+    gateway: Gateway
+    engine: Engine
+    context: zmq.asyncio.Context
+    secret: FleetSecret | None
+
+    @property
+    def description(self) -> Description:
+        return self.gateway.description
+
+    async def link(self, name: str, secret: FleetSecret | None, timeout_s: float = 30.0) -> InstanceLink:
+        link = InstanceLink(self.context, self.description.gateway, name, 1, secret)
+        try:
+            await link.open(self.description.instance_epoch, timeout_s)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    @contextlib.contextmanager
+    def dealer(self) -> Any:
+        """A right peer that may say anything."""
+        socket = self.context.socket(zmq.DEALER)
+        socket.linger = 0
+        secure_client(socket, self.secret)
+        socket.connect(self.description.gateway)
+        yield socket
+        socket.close()
+
+
+def run(scenario: Callable[[Instance], Awaitable[None]], secret_file: Path | None = None) -> None:
+    async def with_instance() -> None:
+        options = PluginOptions(fleet_secret_file=None if secret_file is None else str(secret_file))
+        secret = options.read_secret()
+        heart = Heart("127.0.0.1", StepClock(), secret)
+        engine = Engine(heart)
+        config = SimpleNamespace(additional_config={PLUGIN: options.to_config()})
+        client: Any = SimpleNamespace(engine_core=engine, vllm_config=config, shutdown=lambda: None)
+        gateway = await Gateway.start(client, Namespace(model="m", served_model_name=None))
+        context = zmq.asyncio.Context()
+        try:
+            await scenario(Instance(gateway, engine, context, secret))
+        finally:
+            gateway.close()
+            await asyncio.sleep(0)
+            context.destroy(linger=0)
+            heart.close()
+
+    asyncio.run(with_instance())
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text(LINE)
+    path.chmod(0o600)
+    return path
+
+
+def test_front_ends_with_the_secret_are_served_beside_strangers(secret_file: Path) -> None:
+    async def scenario(instance: Instance) -> None:
+        strangers = [asyncio.create_task(instance.link("stranger", secret, 1.0)) for secret in (None, derive("t" * 32))]
+        link = await instance.link("right", derive(LINE))
+        for stranger in strangers:
+            with pytest.raises(ConfigError, match="does not answer"):
+                await stranger
+        await link.receive()  # its beats go on
+        assert len(instance.gateway.sessions.identities) == 1
+        link.close()
+
+    run(scenario, secret_file)
+
+
+def test_nobody_is_told_the_secret(secret_file: Path) -> None:
+    async def scenario(instance: Instance) -> None:
+        assert instance.description.secured
+        secret = derive(LINE)
+        told = msgspec.json.encode(instance.description) + repr(vars(instance.gateway)).encode()
+        assert not [part for part in (LINE.encode(), secret.public_key, secret.secret_key) if part in told]
+
+    run(scenario, secret_file)
+
+
+def test_a_frame_that_is_too_long_ends_the_connection_of_its_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "LONGEST_FRAME_BYTES", 10_000)
+
+    async def scenario(instance: Instance) -> None:
+        right, wrong = await instance.link("right", None), await instance.link("wrong", None)
+        await wrong.send(Run("r"), [bytes(10_001)])
+        async with asyncio.timeout(30):
+            assert await wrong.ended() == "its connection was cut"
+            await right.receive()
+        before = DROPPED.labels("malformed")._value.get()
+        await right.send(Run("r"), [b"malformed"])
+        async with asyncio.timeout(30):
+            while DROPPED.labels("malformed")._value.get() <= before:  # noqa: ASYNC110 - counted by another task
+                await asyncio.sleep(0.01)
+        right.close()
+        wrong.close()
+
+    run(scenario)
+
+
+def test_a_message_of_too_many_frames_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "MOST_FRAMES", 5)
+
+    async def scenario(instance: Instance) -> None:
+        with instance.dealer() as peer:
+            before = DROPPED.labels("malformed")._value.get()
+            await peer.send_multipart([msgspec.msgpack.encode(Hello("many")), *[b""] * 5])
+            await peer.send(msgspec.msgpack.encode(Hello("few")))
+            assert isinstance(msgspec.msgpack.decode(await peer.recv(), type=Welcome), Welcome)
+            assert DROPPED.labels("malformed")._value.get() == before + 1
+
+    run(scenario)
+
+
+messages = st.lists(st.lists(almost(ToInstance), min_size=1, max_size=4), min_size=50, max_size=200)
+
+
+@settings(max_examples=5, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(rubbish=messages)
+def test_a_gateway_goes_on_whatever_it_is_told(rubbish: list[list[bytes]]) -> None:
+    async def scenario(instance: Instance) -> None:
+        failed = DROPPED.labels("failed")._value.get()
+        with instance.dealer() as peer:
+            await peer.send(msgspec.msgpack.encode(Hello("fuzz")))
+            for frames in rubbish:
+                await peer.send_multipart(frames)
+            link = await instance.link("right", None)
+            await link.send(Abort(["nobody's"]))
+            await link.receive()
+            link.close()
+        assert DROPPED.labels("failed")._value.get() == failed, "a kind of error that nobody has thought of"
+        assert not instance.engine.added
+
+    run(scenario)
