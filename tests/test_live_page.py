@@ -46,11 +46,11 @@ class Served:
 @contextmanager
 def serving(keys: list[str], port: int | None = None) -> Iterator[Served]:
     served = Served(free_ports(1)[0] if port is None else port)
-    client = SimpleNamespace(snapshot=lambda: served.snapshot, watch=lambda: None, retry_after_s=0.0, instances={}, frontend_id="f")
+    client = SimpleNamespace(snapshot=lambda: served.snapshot, watch=lambda _: None, retry_after_s=0.0, instances={}, frontend_id="f")
     app = FastAPI()
     endpoint = FrontendEndpoint()
     endpoint.attach_router(app)
-    asyncio.run(endpoint.init_state(SimpleNamespace(engine_core=client), app.state, Namespace(api_key=keys)))
+    asyncio.run(endpoint.init_state(SimpleNamespace(engine_core=client), app.state, Namespace(api_key=keys, host="127.0.0.1", uds=None)))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=served.port, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
