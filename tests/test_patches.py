@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -116,3 +117,45 @@ def test_the_front_end_keeps_its_own_slos_beside_the_options_of_an_instance() ->
     args = make_parser().parse_args(["m", "--instances", "http://a", "--tbt-slo-ms", "50", "--fleet-tbt-slo-ms", "70"])
     assert (args.tbt_slo_ms, args.fleet_tbt_slo_ms) == (50.0, 70.0)
     assert get_non_default_args(args)["tbt_slo_ms"] == 50.0, "vLLM builds its parser a second time"
+
+
+_WAITS = """
+import threading
+import vllm_plugin
+vllm_plugin.register(); vllm_plugin.register()
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+def refuse():
+    raise AssertionError("a wait that polls")
+
+queue = MessageQueue(1, 1)
+reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+heard = []
+def read():
+    reader.wait_until_ready()
+    while (message := reader.dequeue(indefinite=True)) is not None:
+        heard.append(message)
+thread = threading.Thread(target=read)
+thread.start()
+queue.wait_until_ready()
+shm_broadcast.sched_yield = refuse
+for number in range(500):
+    while thread.is_alive() and len(heard) < number:  # the reader waits for each
+        threading.Event().wait(1e-4)
+    if thread.is_alive():
+        queue.enqueue(number)
+if thread.is_alive():
+    queue.enqueue(None)
+thread.join()
+print(heard == list(range(500)))
+"""
+
+
+@pytest.mark.parametrize(("environment", "status"), [({patches.NO_BUSY_WAIT: "1"}, 0), ({}, 1)])
+def test_processes_of_an_engine_that_are_told_to_sleep_hear_everything(environment: dict[str, str], status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WAITS], capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment}
+    )
+    said = "True" if status == 0 else "a wait that polls"
+    assert said in done.stdout + done.stderr, done.stderr

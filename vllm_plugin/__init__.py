@@ -1,7 +1,7 @@
 """DynaServe inside vLLM: `vllm serve MODEL --plugin dynaserve`.
 
 The only package that imports vLLM.  vLLM calls `register` in every one of its processes wherever this package is
-installed; without the flag that adds some lines to `--help` and changes nothing else.
+installed; without the flag, and without `DYNASERVE_NO_BUSY_WAIT`, that adds some lines to `--help` and changes nothing else.
 """
 
 from __future__ import annotations
