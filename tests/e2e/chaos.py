@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import secrets
 import signal
 import sys
 import tempfile
@@ -40,10 +41,11 @@ ANSWER_TIMEOUT_S = 120.0
 
 @dataclass
 class ChaosFleet:
-    """Instances with memory for all requests, and what may be done to one of them (`VIOLENCE`)."""
+    """Instances with memory for all requests, and what may be done to one of them (`VIOLENCE`). secret: file of the fleet's."""
 
     local: LocalFleet
     under_test: FleetUnderTest
+    secret: Path
 
     def health(self, index: int) -> str:
         fleet = self.under_test.frontend.get("/dynaserve/fleet").raise_for_status().json()
@@ -145,7 +147,12 @@ def kill_all(fleet: ChaosFleet) -> tuple[httpx.Response, float]:
 
 @contextmanager
 def chaos_fleet(log_dir: Path, instances: int = INSTANCES, shutdown_timeout_s: str = "0") -> Iterator[ChaosFleet]:
+    """Its processes speak with a fleet secret."""
     model = random_model(smollm2(), cache_dir() / "random-llama", seed=1)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    secret = log_dir / "secret"
+    secret.write_text(secrets.token_urlsafe(32))
+    secret.chmod(0o600)
     local = LocalFleet(
         model,
         instances=instances,
@@ -158,14 +165,17 @@ def chaos_fleet(log_dir: Path, instances: int = INSTANCES, shutdown_timeout_s: s
             "32",
             "--num-gpu-blocks-override",
             "400",
+            "--dynaserve-fleet-secret-file",
+            str(secret),
         ],
+        frontend_args=["--fleet-secret-file", str(secret)],
         max_model_len=640,
         start_timeout_s=900.0,
         log_dir=log_dir,
     )
     with local:
         clients = [httpx.Client(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=NO_KEEP_ALIVE) for url in (local.frontend_url, *local.urls)]
-        yield ChaosFleet(local, FleetUnderTest(clients[0], clients[1:], str(model)))
+        yield ChaosFleet(local, FleetUnderTest(clients[0], clients[1:], str(model)), secret)
         for client in clients:
             client.close()
 

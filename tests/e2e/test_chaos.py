@@ -1,4 +1,4 @@
-"""The short form of `make test-chaos`, and the ends of the front-end and of the whole fleet."""
+"""The short form of `make test-chaos`, in a fleet with a secret; and the ends of the front-end and of the whole fleet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_requests_survive_what_happens_to_one_of_three_instances(chaotic: ChaosF
 
 def test_instances_free_what_a_killed_frontend_has_asked_for(chaotic: ChaosFleet, tmp_path: Path) -> None:
     kill_frontend(chaotic)
-    with chaotic.under_test.another_frontend(tmp_path) as frontend:
+    with chaotic.under_test.another_frontend(tmp_path, "--fleet-secret-file", str(chaotic.secret)) as frontend:
         assert len(frontend.complete(prompt_of(20)).token_ids) == 40
     chaotic.local.start_frontend()
 
