@@ -19,11 +19,10 @@ LEAST_SAMPLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """kind: queue or ttft. reason: one sentence. retry_after_s: when such a request would be taken, by what is known now."""
+    """kind: queue or ttft. reason: one sentence."""
 
     kind: str
     reason: str
-    retry_after_s: float
 
 
 @dataclass
@@ -46,16 +45,14 @@ class Admission:
         self._look(now_s)
         rate = self._tokens_per_s()
         if self.waiting >= self.most_waiting:
-            left_s = self._waiting_tokens / rate / self.waiting if rate else 1.0
-            return Refusal("queue", f"{self.waiting} requests wait for their first token, and at most {self.most_waiting:g} may", left_s)
+            return Refusal("queue", f"{self.waiting} requests wait for their first token, and at most {self.most_waiting:g} may")
         if rate is None or not self._waiting:
             return None
         wait_s = (self._waiting_tokens + prompt_tokens) / rate
-        late_s = wait_s - ttft_slo_ms / 1e3
         oldest_s, _ = next(iter(self._waiting.values()))
-        if late_s <= 0 or now_s - oldest_s < ttft_slo_ms / 2e3:
+        if wait_s <= ttft_slo_ms / 1e3 or now_s - oldest_s < ttft_slo_ms / 2e3:
             return None
-        return Refusal("ttft", f"the first token would come after {wait_s:.1f} s, and is asked for within {ttft_slo_ms:g} ms", late_s)
+        return Refusal("ttft", f"the first token would come after {wait_s:.1f} s, and is asked for within {ttft_slo_ms:g} ms")
 
     def drained_s(self, now_s: float) -> float:
         """Until all that wait now have their first token; 0 where that is not known."""

@@ -35,7 +35,9 @@ def expand(argv: Sequence[str]) -> list[str]:
         raise ConfigError(f"{OPTION} {path} cannot be read: {error}") from error
     model = values.pop("model", None)
     # The model is vLLM's positional argument: behind an option with several values it would be taken for one of them.
-    first = [model] if model is not None and not _names_model(rest) else []
+    first, rest = _split_model(rest)
+    if not first and model is not None and not any(word == "--model" or word.startswith("--model=") for word in rest):
+        first = [model]
     return [*first, *(text for name, value in values.items() for text in _option(path, name, value)), *rest]
 
 
@@ -55,8 +57,9 @@ def _take(argv: list[str]) -> tuple[list[str], list[str]]:
     return rest, paths
 
 
-def _names_model(argv: Sequence[str]) -> bool:
-    return bool(argv) and (not argv[0].startswith("-") or any(word == "--model" or word.startswith("--model=") for word in argv))
+def _split_model(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The model that the command line begins with, if it does, and what follows."""
+    return (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
 
 
 def _option(path: Path, name: str, value: Any) -> list[str]:

@@ -14,6 +14,7 @@ from importlib import import_module, metadata
 import httpx
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dynaserve import fleet
 from dynaserve.errors import ConfigError
@@ -133,7 +134,11 @@ def check_frontend(url: str, api_key: str | None) -> Iterator[Finding]:
     if answer.is_error:
         yield Finding("fault", f"front-end {url} answers HTTP {answer.status_code}", "it must be a dynaserve serve")
         return
-    instances = answer.json()["instances"]
+    try:
+        instances = answer.json()["instances"]
+    except (ValueError, TypeError, KeyError):
+        yield Finding("fault", f"{url} answers as something else", "it must be a dynaserve serve")
+        return
     yield Finding("ok", f"front-end {url} has {len(instances)} instances")
     for name, state in instances.items():
         yield from check_state(name, state["health"], state["load"])
@@ -179,5 +184,6 @@ def _table(findings: Sequence[tuple[str, Finding]]) -> Table:
     for column in ("of", "", "found", "to do"):
         table.add_column(column, overflow="fold")
     for title, finding in findings:
-        table.add_row(title, f"[{_COLOURS[finding.level]}]{finding.level}[/]", finding.what, finding.advice)
+        # Text: what is found may have brackets, which are rich's markup.
+        table.add_row(title, Text(finding.level, _COLOURS[finding.level]), Text(finding.what), Text(finding.advice))
     return table

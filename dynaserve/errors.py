@@ -27,13 +27,9 @@ class BadRequest(DynaServeError):
 
 
 class Overloaded(DynaServeError):
-    """Too many wait already, or the first token would come too late. retry_after_s: when to ask again."""
+    """Too many wait already, or the first token would come too late."""
 
     status = 429
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class NoInstance(DynaServeError):

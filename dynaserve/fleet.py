@@ -46,7 +46,7 @@ def describe(url: str, timeout_s: float = 10.0) -> InstanceDescription:
     """Asks an instance who it is; raises ConfigError in one sentence if it does not answer as one."""
     try:
         answer = httpx.get(f"{url}/dynaserve/instance", timeout=timeout_s)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # a host name may be no host name (UnicodeError)
         raise ConfigError(f"instance {url} does not answer: {error}") from error
     if answer.status_code == httpx.codes.NOT_FOUND:
         raise ConfigError(f"instance {url} is not a DynaServe instance: start it with `vllm serve MODEL --plugin dynaserve`")
@@ -99,6 +99,8 @@ def check(instance: Instance, first: Instance) -> None:
     for attribute in _MUST_BE_EQUAL:
         if (mine := getattr(ours, attribute)) != (other := getattr(theirs, attribute)):
             raise ConfigError(f"{attribute} differs: {first.instance_id} has {mine}, {name} has {other}")
+    if len(theirs.workers) != len(ours.workers):
+        raise ConfigError(f"workers differ: {first.instance_id} has {len(ours.workers)}, {name} has {len(theirs.workers)}")
     for mine, other in zip(ours.workers, theirs.workers, strict=True):
         if mine.kv_layout != other.kv_layout:
             raise ConfigError(f"KV layout differs: {first.instance_id} has {mine.kv_layout}; {name} has {other.kv_layout}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,12 +52,16 @@ class FleetLinks:
     _rejoining: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _adding: set[str] = field(default_factory=set)
+    _least_model_len: int = 0
+    """Of the instances that the front-end began with: it promises as much to clients."""
     _session: int = 0
     _deserted_since_s: float | None = None
     _closed: bool = False
 
-    async def connect(self, instances: Iterable[Instance], timeout_s: float) -> None:
+    async def connect(self, instances: Sequence[Instance], timeout_s: float) -> None:
         """Opens a link to each; raises ConfigError, naming it, where one does not answer as the instance described."""
+        self._least_model_len = min(instance.description.max_model_len for instance in instances)
         for instance in instances:
             await self._join(instance, timeout_s)
 
@@ -93,9 +97,16 @@ class FleetLinks:
         self._context.destroy(linger=BYE_LINGER_MS)
 
     async def add(self, instance: Instance) -> None:
-        """A new instance; raises ConfigError where it does not fit, or does not answer."""
-        fleet.check(instance, next(iter(self.instances.values())))
-        await self._join(instance, ANSWER_TIMEOUT_S)
+        """A new instance; raises ConfigError where it does not fit, does not answer, or joins already."""
+        name = instance.instance_id
+        if name in self._adding or name in self.instances:
+            raise ConfigError(f"instance {name} is in the fleet already, or is just joining")
+        self._check_fits(instance, next(iter(self.instances.values())))
+        self._adding.add(name)
+        try:
+            await self._join(instance, ANSWER_TIMEOUT_S)
+        finally:
+            self._adding.discard(name)
 
     async def remove(self, instance_id: str) -> None:
         """For good: it is told goodbye if it lives, and not asked any more if it does not."""
@@ -103,6 +114,8 @@ class FleetLinks:
             rejoining.cancel()
         if (link := self._links.pop(instance_id, None)) is not None:
             link.close(bye=True)
+            if not self._links:
+                self._deserted_since_s = time.monotonic()
         for change in self.liveness.remove(instance_id):
             await self.on_change(change)
         self.instances.pop(instance_id, None)
@@ -126,6 +139,11 @@ class FleetLinks:
         self.spawn(self._listen(name, link))
         self.spawn(self._wait_for_end(name, link))
 
+    def _check_fits(self, instance: Instance, reference: Instance) -> None:
+        fleet.check(instance, reference)
+        if (model_len := instance.description.max_model_len) < self._least_model_len:
+            raise ConfigError(f"max_model_len of {instance.instance_id} is {model_len}, this front-end serves {self._least_model_len}")
+
     async def _rejoin(self, name: str, reference: Instance) -> None:
         """Asks until the instance, or one that was started anew at its address, is back."""
         told = ""
@@ -133,14 +151,14 @@ class FleetLinks:
             try:
                 description = await asyncio.to_thread(self.describe, name)
                 instance = Instance(name, description)
-                fleet.check(instance, reference)
+                self._check_fits(instance, reference)
                 await self._join(instance, ANSWER_TIMEOUT_S)
             except ConfigError as error:
                 if str(error) != told:
                     told = str(error)
                     logger.info("instance %s is not back: %s", name, error)
             else:
-                del self._rejoining[name]
+                self._rejoining.pop(name, None)
                 return
             await asyncio.sleep(REJOIN_EVERY_S)
 
@@ -150,7 +168,7 @@ class FleetLinks:
         try:
             while True:
                 frames = await link.receive()
-                if link.closed:
+                if link.closed or self._links.get(name) is not link:
                     return
                 await self.on_message(name, frames)
         except LinkLost:
@@ -188,10 +206,11 @@ class FleetLinks:
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs it until `close`; what it raises ends the front-end."""
         task = self._start(coroutine)
         self._tasks.add(task)
+        return task
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -64,7 +64,10 @@ class InstanceLink:
 
     async def open(self, instance_epoch: str, timeout_s: float) -> None:
         """Returns when the instance of this epoch has answered and its engine core runs; raises ConfigError, naming the gateway."""
-        self._socket.connect(self._gateway)
+        try:
+            self._socket.connect(self._gateway)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"the gateway's address {self._gateway} is none: {error}") from error
         await self.send(self._hello)
         try:
             await asyncio.wait_for(self._greet(instance_epoch), timeout_s)
@@ -72,6 +75,8 @@ class InstanceLink:
             raise ConfigError(f"the gateway {self._gateway} does not answer{self._doubt}") from None
         except LinkLost as error:
             raise ConfigError(f"the gateway {self._gateway} does not answer: {error}") from error
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"the gateway {self._gateway} does not answer as one: {error}") from error
 
     async def _greet(self, instance_epoch: str) -> None:
         """A gateway answers also for an engine core that is stopped: only a second pulse proves that it runs."""

@@ -149,7 +149,9 @@ class RecordBook:
         self._sequences: OrderedDict[str, list[RequestRecord]] = OrderedDict()
 
     def add(self, record: RequestRecord) -> None:
-        self._sequences.setdefault(record.request_id, []).append(record)
+        records = self._sequences.setdefault(record.request_id, [])
+        records.append(record)
+        del records[: -self._capacity]  # a client may name all its requests alike
         while len(self._sequences) > self._capacity:
             self._sequences.popitem(last=False)
 

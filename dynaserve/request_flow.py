@@ -188,6 +188,16 @@ class RequestFlow:
         """Nobody needs this flow any more."""
         return self.state is State.FINISHED and not self.live
 
+    @property
+    def sides(self) -> set[str]:
+        """The halves that this attempt has."""
+        return {side.value for side in self._micros()}
+
+    @property
+    def instances(self) -> set[str]:
+        """Those that still know of it."""
+        return {self._micro(side).instance for side in self.live}
+
     def handle(self, side: Side, event: Event, now_ms: float) -> list[Instruction]:
         match event:
             case Tokens():

@@ -95,6 +95,7 @@ class RequestPlacer:
     ttft_slo_ms: float = math.inf
     step_share: float = 1.0
     _queries: dict[str, LengthQuery] = field(default_factory=dict)
+    _slos: dict[str, Slo] = field(default_factory=dict)
     _reported_ms: dict[str, float] = field(default_factory=dict)
     _caches: dict[str, CachedPrefixes] = field(default_factory=dict)
     _block_size: int = 1
@@ -120,6 +121,7 @@ class RequestPlacer:
     def place(self, facts: RequestFacts, now_ms: float) -> Decision | None:
         """None: no instance takes new requests. Raises ValueError as the scheduler's `place`."""
         forecast = self.lengths.predict(facts.lengths)
+        slo = Slo(ttft_ms=facts.ttft_ms or self.ttft_slo_ms, tbt_ms=facts.tbt_ms or self.tbt_slo_ms)
         placement = self.scheduler.place(
             RequestSpec(
                 request_id=facts.request_id,
@@ -129,14 +131,14 @@ class RequestPlacer:
                 forced_split=facts.forced_split,
                 may_cut=facts.may_cut,
                 likely_output_tokens=forecast.likely_tokens,
-                slo=Slo(ttft_ms=facts.ttft_ms or self.ttft_slo_ms, tbt_ms=facts.tbt_ms or self.tbt_slo_ms),
+                slo=slo,
                 cached=self._cached(facts),
             ),
             now_ms,
         )
         if placement is None:
             return None
-        self._queries[facts.request_id] = facts.lengths
+        self._queries[facts.request_id], self._slos[facts.request_id] = facts.lengths, slo
         return Decision(placement, forecast, facts.lengths.prompt_tokens)
 
     def _cached(self, facts: RequestFacts) -> list[CachedPrefix]:
@@ -179,7 +181,7 @@ class RequestPlacer:
                 max_output_tokens=left,
                 expected_output_tokens=min(expected, left),
                 may_cut=False,
-                slo=Slo(ttft_ms=self.ttft_slo_ms, tbt_ms=self.tbt_slo_ms),
+                slo=self._slos[request_id],
             ),
             now_ms,
         )
@@ -188,6 +190,7 @@ class RequestPlacer:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""
         self.scheduler.finish(request_id, now_ms)
         query = self._queries.pop(request_id, None)
+        self._slos.pop(request_id, None)
         if query is not None and output_tokens is not None:
             self.lengths.learn(query, output_tokens)
 

@@ -68,7 +68,7 @@ def test_the_queue_is_bounded() -> None:
     assert admission.why_not(10, math.inf, 1.0) is None
 
 
-def test_it_tells_when_to_come_again() -> None:
+def test_a_first_token_that_would_come_too_late_is_refused() -> None:
     admission = Admission()
     for number in range(20):
         admission.arrived(str(number), 100, 0.1 * number)
@@ -76,7 +76,8 @@ def test_it_tells_when_to_come_again() -> None:
     admission.arrived("long", 5000, 2.0)
     refusal = admission.why_not(100, 1000.0, 2.5)
     assert refusal is not None
-    assert refusal.retry_after_s == pytest.approx(5.1 * 25 / 20 - 1, rel=0.05)
+    assert refusal.kind == "ttft"
+    assert admission.drained_s(2.5) == pytest.approx(5.0 * 25 / 20, rel=0.05)
     assert admission.why_not(100, math.inf, 2.5) is None, "as best it goes"
 
 

@@ -50,7 +50,7 @@ def test_the_command_line_comes_after_the_file(path: Path) -> None:
 
 
 def test_a_model_on_the_command_line_replaces_the_files(path: Path) -> None:
-    assert "tiny" not in expand(["other", "--config-file", str(path)])
+    assert expand(["other", "--config-file", str(path), "--port", "1"])[:2] == ["other", "--instances"]
     assert "tiny" not in expand(["--config-file", str(path), "--model", "other"])
 
 

@@ -118,3 +118,11 @@ def test_the_exit_status_says_whether_there_is_a_fault(monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0
+
+
+def test_advice_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "VLLM_CHECK", "no_such_engine:check")
+    monkeypatch.setattr(doctor, "check_installation", lambda: iter([check_engine()]))
+    with pytest.raises(SystemExit):
+        main([])
+    assert "dynaserve[vllm]" in "".join(capsys.readouterr().out.split())

@@ -7,6 +7,7 @@ import pytest
 
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance, check
+from dynaserve.fleet import describe as ask
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, WorkerDescription
 from tests.test_request_placer import DESCRIPTION
@@ -35,4 +36,16 @@ def test_equal_instances_fit_together() -> None:
 )
 def test_one_that_does_not_fit_is_refused_with_both_values(other: InstanceDescription, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
+        check(Instance("http://b", other), FIRST)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.7:8OOO", "http://[::1:8000", "http://a..b:8000", "no url", "http://127.0.0.1:9"])
+def test_an_address_that_is_none_is_refused_in_a_sentence(url: str) -> None:
+    with pytest.raises(ConfigError, match="does not answer"):
+        ask(url)
+
+
+def test_another_number_of_workers_does_not_fit() -> None:
+    other = msgspec.structs.replace(FIRST.description, workers=FIRST.description.workers * 2)
+    with pytest.raises(ConfigError, match="workers differ: http://a has 1, http://b has 2"):
         check(Instance("http://b", other), FIRST)

@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +17,14 @@ import zmq.asyncio
 pytest.importorskip("vllm")
 
 from vllm.exceptions import GracefulHTTPError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve import frontend_metrics
 from dynaserve.admission import Admission
-from dynaserve.errors import Overloaded
+from dynaserve.errors import ConfigError, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
 from dynaserve.kv_transfer.transport import WorkerEndpoint
@@ -29,8 +32,9 @@ from dynaserve.length_predictor import LengthPredictor
 from dynaserve.messages import Abort, Ended, InstanceDescription, Load, MeasuredStep, Run, SenderLost, Step, WorkerDescription
 from dynaserve.request_placer import RequestPlacer
 from tests.test_fleet_links import Gateway, description, until
-from vllm_plugin import requests
+from vllm_plugin import failover, requests
 from vllm_plugin.fleet_client import FleetClient
+from vllm_plugin.frontend import FleetLLM
 
 NAMES = ("http://a", "http://b")
 
@@ -222,3 +226,91 @@ def test_those_who_look_see_a_request_from_its_start_to_its_end() -> None:
         assert fleet.client.snapshot().requests[0].finish_reason == "length"
 
     run(scenario)
+
+
+def test_a_request_that_has_lost_too_many_instances_is_not_given_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        monkeypatch.setattr(failover, "MOST_LOST", 1)
+        told: list[tuple[str, int]] = []
+        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        fleet.gateways[first].cut()
+        await until(lambda: bool(told))
+        assert told == [("r", 500)]
+        assert not fleet.runs(second, "r")
+
+    run(scenario)
+
+
+def test_a_dead_instance_that_was_to_leave_is_gone_at_once() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        await fleet.client.remove_instance(first)
+        fleet.gateways[first].cut()
+        await until(lambda: bool(fleet.runs(second, "r")))
+        await until(lambda: first not in fleet.client.instances)
+        with pytest.raises(ConfigError, match="last one of the fleet that lives"):
+            await fleet.client.remove_instance(second)
+
+    run(scenario)
+
+
+def test_an_instance_that_is_added_twice_at_the_same_time_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        new, name = Gateway("new"), "http://new"
+        new.start(zmq.asyncio.Context.instance())
+        monkeypatch.setattr("dynaserve.fleet.describe", lambda _: described(name, new))
+        results = await asyncio.gather(*(fleet.client.add_instance(name) for _ in range(3)), return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == ["ConfigError", "ConfigError", "NoneType"]
+        pulses = new.pulses
+        await until(lambda: new.pulses > pulses + 30)
+        assert fleet.client.health(name) == "up"
+        assert len(new.identities) == 1, "one session, which lasts"
+        new.cut()
+
+    run(scenario)
+
+
+def test_an_instance_that_was_to_leave_and_stays_takes_requests_again() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        await fleet.client.remove_instance(first)
+        assert await fleet.start("s") == second
+        await fleet.client.add_instance(first)
+        assert fleet.client.health(first) == "up"
+        assert first in {await fleet.start(name) for name in ("t", "u", "v")}
+
+    run(scenario)
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_in_vllms_output_processor() -> None:
+    async def nobody_takes_it(_: EngineCoreRequest) -> None:
+        raise GracefulHTTPError("nobody", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def scenario() -> None:
+        llm: Any = FleetLLM.__new__(FleetLLM)
+        llm.output_processor = OutputProcessor(None, log_stats=False)
+        llm.engine_core = SimpleNamespace(add_request_async=nobody_takes_it, shutdown=lambda **_: None)
+        llm.check_admission = lambda **_: None
+        request = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=[1],
+            mm_features=None,
+            sampling_params=SamplingParams(detokenize=False),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            external_req_id="of the client",
+        )
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+        with pytest.raises(GracefulHTTPError, match="nobody"):
+            await llm._add_request(request, None, None, 0, queue)
+        assert not llm.output_processor.request_states
+        assert not llm.output_processor.external_req_ids
+
+    asyncio.run(scenario())

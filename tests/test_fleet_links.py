@@ -238,6 +238,27 @@ def test_what_is_sent_after_the_end_of_a_connection_is_lost_at_once() -> None:
     run(scenario)
 
 
+def test_an_instance_with_an_address_that_is_none_stays_out() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        for gateway in ("tcp://127.0.0.1", "tcp://127.0.0.1:x"):
+            with pytest.raises(ConfigError, match="is none"):
+                await frontend.links.add(Instance("http://other", description(gateway, "first")))
+        assert frontend.links.alive == [URL]
+
+    run(scenario)
+
+
+def test_an_instance_that_takes_shorter_texts_stays_out() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        shorter = msgspec.structs.replace(description(frontend.gateway.address, "first"), max_model_len=99)
+        with pytest.raises(ConfigError, match="max_model_len of http://other is 99, this front-end serves 100"):
+            await frontend.links.add(Instance("http://other", shorter))
+
+    run(scenario)
+
+
 def test_an_instance_that_is_another_one_now_stays_out() -> None:
     async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
         await frontend.connect()

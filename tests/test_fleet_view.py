@@ -113,3 +113,10 @@ def test_a_lifted_request_is_whole() -> None:
 
 def test_what_has_no_number_is_null() -> None:
     assert json.loads(msgspec.json.encode(looked_at.snapshot()))["requests"][0]["ttft_slo_ms"] is None
+
+
+def test_a_client_that_names_all_its_requests_alike_does_not_fill_the_book() -> None:
+    book = RecordBook(capacity=3)
+    for tokens in range(10):
+        book.add(RequestRecord("always the same", tokens, None, "colocated"))
+    assert [record.prompt_tokens for record in book.find("always the same")] == [7, 8, 9]

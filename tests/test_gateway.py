@@ -19,18 +19,24 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
+
 from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, derive, secure_client
 from dynaserve.instance_link import InstanceLink
-from dynaserve.messages import Abort, Hello, Run, ToInstance, Welcome
+from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.messages import Abort, Hello, Run, ToInstance, Welcome, WorkerDescription
 from dynaserve.messages import InstanceDescription as Description
-from tests.test_fleet_links import description
+from tests.test_fleet_links import description, until
 from tests.test_wire_limits import almost
 from vllm_plugin import gateway as gateway_module
 from vllm_plugin.gateway import DROPPED, Gateway
 from vllm_plugin.heart import Heart, StepClock
 from vllm_plugin.options import PLUGIN, PluginOptions
 
+WORKER = WorkerDescription(WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""}), "layout", 1)
 LINE = "0123456789abcdef0123456789abcdef"
 
 
@@ -40,19 +46,21 @@ class Engine:
 
     heart: Heart
     added: list[Any] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
 
     async def call_utility_async(self, method: str, *_: Any) -> Any:
         if method == "dynaserve_listen":
             return self.heart.address
         if method == "dynaserve_describe":
-            return {key: value for key, value in msgspec.to_builtins(description("", "")).items() if key not in GATEWAYS_OWN}
+            known = msgspec.to_builtins(msgspec.structs.replace(description("", ""), workers=[WORKER]))
+            return {key: value for key, value in known.items() if key not in GATEWAYS_OWN}
         return None
 
     async def add_request_async(self, request: Any) -> None:
         self.added.append(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Nothing runs."""
+        self.aborted += request_ids
 
     async def add_lora_async(self, request: Any) -> None:
         """Any is loaded."""
@@ -197,5 +205,26 @@ def test_a_gateway_goes_on_whatever_it_is_told(rubbish: list[list[bytes]]) -> No
             link.close()
         assert DROPPED.labels("failed")._value.get() == failed, "a kind of error that nobody has thought of"
         assert not instance.engine.added
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("goes", ["in silence", "to a newer session"])
+def test_what_a_front_end_that_has_gone_asked_for_is_aborted(goes: str) -> None:
+    async def scenario(instance: Instance) -> None:
+        link = await instance.link("right", None)
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        await link.send(Run("r"), MsgpackEncoder().encode(request))
+        await until(lambda: bool(instance.engine.added))
+        if goes == "in silence":
+            link.close()
+            await until(lambda: not instance.gateway.sessions.identities)
+        else:
+            newer = InstanceLink(instance.context, instance.description.gateway, "right", 2, None)
+            await newer.open(instance.description.instance_epoch, 30.0)
+            assert len(instance.gateway.sessions.identities) == 1
+            newer.close()
+        await until(lambda: instance.engine.aborted == ["r"])
+        link.close()
 
     run(scenario)

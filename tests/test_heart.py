@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import torch
 
 from dynaserve.messages import Pulse
-from vllm_plugin.heart import Heart, StepClock
+from vllm_plugin.heart import REST_S, Heart, StepClock
 
 
 def test_a_pulse_tells_the_oldest_step_in_progress() -> None:
@@ -49,3 +49,11 @@ def test_the_heart_beats_while_this_thread_computes() -> None:
 def test_a_heart_that_nobody_feels_does_not_wait() -> None:
     heart = Heart("127.0.0.1", StepClock())
     heart.close()
+
+
+def test_an_engine_is_at_rest_a_while_after_its_last_step() -> None:
+    clock = StepClock()
+    assert clock.at_rest(0.0), "it has not run yet"
+    clock.active_s = 10.0
+    assert not clock.at_rest(10.0 + 0.9 * REST_S)
+    assert clock.at_rest(10.0 + 1.1 * REST_S)

@@ -37,10 +37,14 @@ class AdapterLoader:
         """Returns when every instance has it. Raises ValueError, which names the instances that cannot load it and why."""
         number = adapter_id(lora.lora_name, lora.lora_path)
         message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace)
+        before = self.loaded.get(number)
+        self.loaded[number] = message  # an instance that joins meanwhile is told as well
         faults = await self._ask(message, list(instances))
         if faults:
+            del self.loaded[number]
+            if before is not None:
+                self.loaded[number] = before
             raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
-        self.loaded[number] = message
 
     async def load_all(self, instance: str) -> list[str]:
         """Tells an instance that has come back what the others have. Returns why it cannot load it; empty: it has everything."""

@@ -53,10 +53,11 @@ def dynaserve_prepare(self: Any) -> bool:
 
     False: it is not at rest, or has adapters, which such a step would unload (`LoRAModelRunnerMixin.maybe_setup_dummy_loras`).
     """
-    if self.has_work() or self.vllm_config.lora_config is not None:
+    if self.has_work() or self.vllm_config.lora_config is not None or not self.scheduler.steps.at_rest(time.monotonic()):
         return False
     self.scheduler.micro.counts["prepared"] += 1
     self.execute_dummy_batch()
+    self.scheduler.steps.active_s = time.monotonic()
     return True
 
 

@@ -30,6 +30,9 @@ from vllm_plugin.orphans import Orphans
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
+MOST_LOST = 3
+"""Instances that one request may lose: it may be what ends them (decision 8)."""
+
 
 @dataclass(eq=False)
 class Live:
@@ -92,7 +95,7 @@ class Failover:
             if (loading := self._loading.pop(name, None)) is not None:
                 loading.cancel()
         elif change.reason == JOINED and self._adapters.loaded:
-            self._loading[name] = asyncio.create_task(self._load_adapters(name))
+            self._loading[name] = self._links.spawn(self._load_adapters(name))
         await self._take_new_requests()
         match change.health:
             case Health.UP:
@@ -141,7 +144,7 @@ class Failover:
         name = url.rstrip("/")
         if name in self._draining:
             self._draining.discard(name)
-            self._placer.observe(name, self.instances[name].description)
+            await self._take_new_requests()
         elif name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already")
         else:
@@ -157,18 +160,18 @@ class Failover:
         name = url.rstrip("/")
         if name not in self.instances:
             raise ConfigError(f"instance {name} is not in the fleet")
-        if not self.instances.keys() - self._draining - {name}:
-            raise ConfigError(f"instance {name} is the last one of the fleet")
+        staying = self.instances.keys() - self._draining - {name}
+        if not any(self._links.liveness.health(other) is not Health.DEAD for other in staying):
+            raise ConfigError(f"instance {name} is the last one of the fleet that lives")
         self._draining.add(name)
-        if self._links.liveness.health(name) is not Health.DEAD:
-            self._placer.observe(name, self.instances[name].description, accepts_new=False)
+        await self._take_new_requests()
         await self.let_go()
 
     async def let_go(self) -> None:
         """Of the instances that are to leave, those that run nothing any more."""
         if not self._draining:
             return
-        busy = {micro.instance for live in self._live.values() for micro in (live.flow.record.alpha, live.flow.record.beta) if micro}
+        busy = {name for live in self._live.values() for name in live.flow.instances}
         for name in self._draining - busy:
             self._draining.discard(name)
             await self._links.remove(name)
@@ -178,6 +181,9 @@ class Failover:
     async def _place_again(self, live: Live) -> None:
         """A request whose instance died, or one that waits since for any instance."""
         now_s = time.monotonic()
+        if (lost := len(live.flow.record.lost_attempts)) >= MOST_LOST:
+            await self._give_up(live, f"it has lost {lost} instances, and is not given to another", HTTPStatus.INTERNAL_SERVER_ERROR, now_s)
+            return
         placement = self._placer.place_again(live.internal_id, len(live.flow.output_token_ids), 1e3 * now_s)
         if placement is None:
             self._orphans.add(live.internal_id, now_s)

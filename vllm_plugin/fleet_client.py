@@ -153,7 +153,7 @@ class FleetClient(Failover):
         slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
         if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
             frontend_metrics.REFUSED.labels(refusal.kind).inc()
-            raise Overloaded(refusal.reason, refusal.retry_after_s)
+            raise Overloaded(refusal.reason)
 
     def on_over(self, record: RequestRecord, trace_headers: Mapping[str, str] | None) -> None:
         """Of a request that is over on all instances. The server sets what traces it."""
@@ -214,6 +214,7 @@ class FleetClient(Failover):
         try:
             await self._carry_out(live, flow.start())
         except BaseException:
+            flow.record.finish_reason = "error"
             self._live.pop(request.request_id)
             self._admission.left(request.request_id, time.monotonic())
             self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
@@ -243,6 +244,10 @@ class FleetClient(Failover):
         for request_id in request_ids:
             if live := self._live.get(request_id):
                 await self._handle(live, Side.ALPHA, ClientGone())
+
+    def abort_soon(self, request_ids: list[str]) -> None:
+        """For who cannot wait."""
+        self._links.spawn(self.abort_requests_async(request_ids))
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         """Raises ValueError if an instance cannot load the adapter."""
@@ -336,11 +341,13 @@ class FleetClient(Failover):
                 await self._handle(found[0], found[1], event)
 
     def _find(self, wire_id: str) -> tuple[Live, Side] | None:
-        """None: of a request that is over, or of an earlier attempt at it."""
+        """None: of a request that is over, of an earlier attempt at it, or of a half that it does not have."""
         request_id, _, micro = wire_id.removesuffix(f"@{self.frontend_id}").rpartition("/")
         side, _, attempt = micro.partition(".")
         live = self._live.get(request_id)
-        return None if live is None or attempt != str(live.flow.attempt) else (live, Side(side))
+        if live is None or attempt != str(live.flow.attempt) or side not in live.flow.sides:
+            return None
+        return live, Side(side)
 
     async def _handle(self, live: Live, side: Side, event: Event) -> bool:
         """True: the output that carried this event goes to the client."""

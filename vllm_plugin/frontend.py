@@ -28,6 +28,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from dynaserve import fleet, length_predictor, request_spans
@@ -60,10 +61,23 @@ class FleetLLM(AsyncLLM):
         stream: AsyncGenerator[RequestOutput, None] = super().generate(prompt, sampling_params, request_id, **kwargs)
         return stream
 
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        """vLLM keeps what it has noted of a request that could not be sent: of one that nobody takes, or whose client left meanwhile."""
+        try:
+            await super()._add_request(request, *args)
+        except BaseException:
+            self.output_processor.abort_requests([request.request_id], internal=True)
+            raise
+
     def end_unavailable(self, request_id: str, reason: str, status: int) -> None:
-        """Ends a running request with this HTTP status, or with an error event where its answer has begun."""
+        """Ends a running request with this HTTP status, or with an error event where its answer has begun. With it end the other
+        answers that were asked for with the same `n`."""
         state = self.output_processor.request_states.get(request_id)
-        self.output_processor.abort_requests([request_id], internal=True)
+        whole = request_id if state is None or state.parent_req is None else state.parent_req.request_id
+        others = [name for name in self.output_processor.abort_requests([whole], internal=True) if name != request_id]
+        if others:
+            client: FleetClient = self.engine_core
+            client.abort_soon(others)
         if state is not None and state.queue is not None:
             state.queue.output = None  # of the abort, which the client must not take for an answer
             state.queue.put(GracefulHTTPError(reason, HTTPStatus(status)))

@@ -55,7 +55,7 @@ class FleetAnswer:
 class HandOff(BaseModel):
     """hand_off_at: the token at which to cut, as vLLM counts `num_computed_tokens`; null lets the alpha finish alone."""
 
-    hand_off_at: int | None = Field(gt=0)
+    hand_off_at: int | None = Field(gt=0, lt=1 << 31)
 
 
 @dataclass

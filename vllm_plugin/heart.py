@@ -6,6 +6,7 @@ answers do.  torch's operations give the interpreter free, so this thread runs b
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -18,19 +19,29 @@ from dynaserve.fleet_secret import FleetSecret, secure_server
 from dynaserve.messages import Pulse
 
 PULSE_S = 0.2
+REST_S = 1.0
+"""Without a step; then vLLM's processes have stopped listening to each other closely (shm_broadcast.py:133)."""
 
 
 @dataclass
 class StepClock:
-    """Which engine steps are in progress; several are where vLLM schedules ahead. Written by one thread, read by another."""
+    """Which engine steps are in progress; several are where vLLM schedules ahead. Written by one thread, read by another.
+
+    active_s: when the model ran last, on the monotonic clock; many steps only carry messages.
+    """
 
     begun: int = 0
+    active_s: float = -math.inf
     _running: deque[tuple[int, float, float | None]] = field(default_factory=deque)
 
     def begin(self, output: object, now_s: float, predicted_ms: float | None) -> None:
         """output: what the scheduler has scheduled."""
         self.begun += 1
         self._running.append((id(output), now_s, predicted_ms))
+
+    def at_rest(self, now_s: float) -> bool:
+        """Whether the next step is likely to take longer than those that follow it."""
+        return now_s - self.active_s > REST_S
 
     def end(self, output: object) -> None:
         """Steps that were scheduled before this one are over as well."""

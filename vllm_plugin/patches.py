@@ -53,6 +53,7 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
         "renderer",
     ),
     "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait": ("self", "timeout_ms"),
+    "vllm.v1.engine.async_llm:AsyncLLM._add_request": ("self", "request", "prompt", "parent_req", "index", "queue"),
     "vllm.v1.request:Request.append_output_token_ids": ("self", "token_ids"),
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens": ("self", "request", "new_token_ids"),
     "vllm.v1.worker.gpu_input_batch:InputBatch.add_request": ("self", "request"),
