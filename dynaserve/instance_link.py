@@ -25,7 +25,7 @@ from dynaserve.messages import LONGEST_ANSWER_FRAME_BYTES, Beat, Bye, FromInstan
 _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
 
 
-PING_MS, NO_PONG_MS = 300, 1200
+PING_MS, NO_PONG_MS = 200, 1600
 """How often either end of a connection asks whether the other one lives, and how long it waits for the answer."""
 
 
