@@ -181,7 +181,8 @@ class Failover:
     async def _place_again(self, live: Live) -> None:
         """A request whose instance died, or one that waits since for any instance."""
         now_s = time.monotonic()
-        if (lost := len(live.flow.record.lost_attempts)) >= MOST_LOST:
+        lost = len(live.flow.record.lost_attempts)
+        if lost >= MOST_LOST and self._links.alive:  # else the whole fleet is gone, for whatever reason
             await self._give_up(live, f"it has lost {lost} instances, and is not given to another", HTTPStatus.INTERNAL_SERVER_ERROR, now_s)
             return
         placement = self._placer.place_again(live.internal_id, len(live.flow.output_token_ids), 1e3 * now_s)
