@@ -44,15 +44,19 @@ class Node:
     agent: Agent = field(init=False)
     seen: Results = field(default_factory=Results)
     rings: int = 0
+    landed: list[tuple[str, int]] = field(default_factory=list)
 
     def ring(self) -> None:
         self.rings += 1
+
+    def ring_landed(self, transfer_id: str, blocks: int) -> None:
+        self.landed.append((transfer_id, blocks))
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(ord(self.name[-1]))
         self.kv = KvLayers([torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8, generator=generator) for _ in range(LAYERS)])
         transport = self.transport_of(self.name, "127.0.0.1", self.kv)
-        self.agent = Agent(self.name, "127.0.0.1", self.kv.block_bytes, {transport.name: transport}, self.ring)
+        self.agent = Agent(self.name, "127.0.0.1", self.kv.block_bytes, {transport.name: transport}, self.ring, self.ring_landed)
 
     def poll(self) -> Results:
         new = self.agent.take_results()
@@ -111,11 +115,14 @@ def test_chunks_arrive_while_others_are_still_computed(nodes: tuple[Node, Node])
 
 def test_news_of_a_transfer_ring(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
-    expect(b, a, "t", (10,))
-    assert b.rings == 0
-    a.agent.submit(tx.Ready("t", 0, (1,), final=True))
+    expect(b, a, "t", (10, 11))
+    a.agent.submit(tx.Ready("t", 0, (1,), final=False))
+    until(lambda: b.landed == [("t", 1)])
+    assert b.rings == 0, "what has landed needs no step"
+    a.agent.submit(tx.Ready("t", 1, (2,), final=True))
     until(lambda: b.poll().received == ["t"])
-    assert b.rings > 0
+    assert b.landed == [("t", 1), ("t", 1)]
+    until(lambda: b.rings > 0)
     a.agent.submit(tx.Stop("t"))
     until(lambda: a.rings > 0)
 

@@ -240,13 +240,18 @@ def test_a_sender_cannot_end_the_quarantine(receiver: rx.Receiver, *, cancelled_
 class Link:
     """One sender, one receiver, two FIFO control channels, pushes and receives that take any time.
 
-    fails: the first push may fail; a one-sided one still lands, at any time before `Quiet`.
+    fails: the first push may fail; a one-sided one still lands, at any time before `Quiet`. dies: the sender may, at any time; what
+    its machine has taken of a one-sided push still lands.
     """
 
     transport: str
     blocks: int
     rng: random.Random
     fails: bool
+    dies: bool = False
+    dead: bool = False
+    known_lost: bool = False
+    known_gone: bool = False
     sender: tx.Sender = field(default_factory=lambda: tx.Sender("a", ONE_SIDED))
     receiver: rx.Receiver = field(default_factory=lambda: rx.Receiver(B, ONE_SIDED))
     to_a: deque[object] = field(default_factory=deque)
@@ -280,6 +285,7 @@ class Link:
         for instruction in self.receiver.handle(event):
             match instruction:
                 case tx.Tell(message=message):
+                    assert not self.known_gone, "nobody is left to be told"
                     self.to_a.append(message)
                 case rx.Receive() | rx.Discard():
                     self.receives.append(instruction)
@@ -292,12 +298,16 @@ class Link:
 
     def moves(self) -> list[str]:
         able = {
-            "control_a": bool(self.to_a),
+            "control_a": bool(self.to_a) and not self.dead,
             "control_b": bool(self.to_b),
-            "push": self.pushing and self.transport == "one",
-            "data": bool(self.receives and self.data),
+            "push": self.pushing and self.transport == "one" and not self.dead,
+            "data": bool(self.receives and self.data) and not self.dead,
             "late": bool(self.late),
             "quiet": self.quarantined and not self.late,
+            "die": self.dies and not self.dead,
+            "lost": self.dead and not self.known_lost,
+            "gone": self.known_lost and not self.known_gone,
+            "drop": self.known_lost and bool(self.receives),
         }
         return [name for name, can in able.items() if can]
 
@@ -317,6 +327,19 @@ class Link:
             case "quiet":
                 self.quarantined = False
                 self.on_b(rx.Quiet("t"))
+            case "die":
+                self.dead = True
+                if self.transport == "one" and self.pushing:
+                    self.late = self.data.popleft()
+            case "lost":
+                self.known_lost = True
+                self.on_b(rx.SenderLost("t"))
+            case "gone":
+                self.on_b(rx.SenderGone("t"))
+                self.known_gone = True
+            case "drop":
+                if isinstance(self.receives.popleft(), rx.Receive):
+                    self.on_b(rx.ReceiveFailed("t", "dropped"))
 
     def _one_sided_push(self) -> None:
         remote = self.data.popleft()
@@ -415,3 +438,34 @@ def test_every_order_of_events_ends_with_both_halves_empty(
         assert not any(received.lost_blocks for received in link.received)
     assert len(set(link.written)) == len(link.written), "a block is written twice"
     assert (link.sender.transfers, link.receiver.transfers) == ({}, {})
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    transport=st.sampled_from(["one", "two"]),
+    blocks=st.integers(1, 12),
+    end=st.sampled_from(["complete", "cancel"]),
+    fails=st.booleans(),
+)
+def test_every_death_of_a_sender_ends_the_receiving_half(seed: int, transport: str, blocks: int, end: str, *, fails: bool) -> None:
+    rng = random.Random(seed)
+    link = Link(transport, blocks, rng, fails, dies=True)
+    a_events: deque[tx.Event] = deque(tx.Ready("t", at, (at,), final=at + 1 == blocks) for at in range(blocks))
+    granted = [100 + i for i in range(blocks)]
+    link.on_b(rx.Expect("t", A, transport, 0, tuple(granted[:1])))
+    extended = (rx.Extend("t", (block,)) for block in granted[1:])
+    b_events: deque[rx.Event] = deque([*extended, rx.Complete("t", blocks) if end == "complete" else rx.Cancel("t")])
+    while moves := link.moves() + ["a"] * (bool(a_events) and not link.dead) + ["b"] * bool(b_events):
+        match rng.choice(moves):
+            case "a":
+                link.on_a(a_events.popleft())
+            case "b":
+                link.on_b(b_events.popleft())
+            case name:
+                link.move(name)
+    assert link.known_gone
+    assert len(link.received) in ((1, 2) if end == "cancel" else (1,))
+    if end == "complete":
+        assert set(granted) - set(link.received[0].lost_blocks) <= set(link.written)
+    assert link.receiver.transfers == {}

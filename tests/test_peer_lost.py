@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +14,13 @@ from hypothesis import strategies as st
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.agent import PeerLost
+from dynaserve.kv_transfer.ended import nobody_listens
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.kv_transfer.wire import Blocks, Closed, Done, Grant, Revoke
 
 pytest.importorskip("torch")
 
+from dynaserve.kv_transfer.torch_transport import TorchTransport
 from tests.test_agent import Node, until
 
 A = WorkerEndpoint("a", "tcp://a", {"two": "", "one": ""})
@@ -64,6 +69,15 @@ def test_what_may_still_be_written_is_kept_until_the_sender_says_otherwise(recei
     assert receiver.handle(rx.SenderLost("t")) == [rx.Failed("t")]
     assert "t" in receiver.transfers
     assert receiver.handle(Closed("t"))[-1] == rx.Received("t")
+
+
+def test_what_a_sender_wrote_that_has_ended_is_waited_for_and_nobody_is_told(receiver: rx.Receiver) -> None:
+    expect(receiver, "one")
+    receiver.handle(rx.Cancel("t"))
+    receiver.handle(rx.SenderLost("t"))
+    assert receiver.handle(rx.SenderGone("t"))[-1] == rx.Quarantine("t", "one")
+    assert receiver.handle(rx.Quiet("t")) == [rx.Received("t")]
+    assert not receiver.transfers
 
 
 def test_an_alpha_forgets_a_receiver_that_is_lost() -> None:
@@ -117,3 +131,43 @@ def test_agents_end_their_transfers_with_a_worker_that_is_lost() -> None:
     until(lambda: alive.poll().received == ["in"])
     assert alive.agent.open_transfers().total() == 0
     alive.agent.close()
+
+
+class OneSided(TorchTransport):
+    """Nothing is pushed here; what counts is what a receiver may believe."""
+
+    one_sided = True
+    late_write_s = 0.2
+
+
+def test_blocks_of_a_one_sided_sender_that_has_ended_come_back_and_those_of_one_that_is_silent_do_not() -> None:
+    """Both are lost; at the port of the silent one a connection can still be made, as with a process that is stopped."""
+    alive, ended, silent = Node("alive", OneSided), Node("ended", OneSided), Node("silent", OneSided)
+    ended.agent.close()
+    for peer in (ended, silent):
+        alive.agent.submit(rx.Expect(peer.name, peer.agent.endpoint, "torch", 0, (1, 2, 3) if peer is ended else (4, 5, 6)))
+        alive.agent.submit(PeerLost(peer.name))
+        alive.agent.submit(PeerLost(peer.name))
+        alive.agent.submit(rx.Complete(peer.name, 3))
+    until(lambda: alive.poll().received == ["ended"])
+    assert sorted(alive.seen.lost_blocks) == [1, 2, 3]
+    assert alive.agent.open_transfers()["receiving"] == 1
+    until(lambda: [thread.name.startswith("dynaserve-drop") for thread in threading.enumerate()].count(True) == 1)  # the silent one's
+    silent.agent.close()
+    until(lambda: alive.poll().received == ["ended", "silent"])
+    alive.agent.close()
+
+
+def test_a_port_that_nobody_has_any_more_is_told_from_one_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynaserve.kv_transfer.ended.TIMEOUT_S", 0.2)
+    with socket.socket() as listener, contextlib.ExitStack() as held:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        control = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        assert not nobody_listens(control)
+        for _ in range(4):  # its queue is full: connections are neither taken nor refused
+            waiting = held.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        assert not nobody_listens(control)
+    assert nobody_listens(control)

@@ -418,13 +418,20 @@ def test_a_push_into_nowhere_is_refused(name: str) -> None:
     a.stop()
 
 
+def suspend(process: psutil.Process) -> None:
+    """Stop it, and return once every thread has stopped: until one of them takes the signal, the others run on."""
+    process.suspend()
+    while any(psutil.Process(thread.id).status() != psutil.STATUS_STOPPED for thread in process.threads()):
+        time.sleep(0.001)
+
+
 @pytest.mark.mooncake
 def test_a_one_sided_push_to_a_stopped_peer_ends_and_later_ones_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynaserve.kv_transfer.mooncake_transport.PUSH_TIMEOUT_S", 1.0)
     a, b = Local("mooncake", "worker-13", 13), Remote("mooncake", "worker-14", 14)
     assert_moves(a, b, 1, 2)
     peer, stopped = b.call("endpoint"), psutil.Process(b.process.pid)
-    stopped.suspend()
+    suspend(stopped)
     try:
         with pytest.raises(TransportError, match=r"push to worker worker-14 at .* failed: nothing came back for 1 s"):
             a.call("push", peer, [3], [4])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import logging
 import math
 import os
@@ -25,10 +26,15 @@ import zmq
 from dynaserve.fleet_secret import FleetSecret, may_reach, secure_client, secure_server
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
+from dynaserve.kv_transfer.ended import nobody_listens
 from dynaserve.kv_transfer.transport import Transport, TransportError, WorkerEndpoint
 from dynaserve.kv_transfer.wire import LONGEST_MESSAGE_BYTES, Done, Grant, Message, Revoke
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.dynaserve.kv_transfer")
+
+PROBE_EVERY_S, PROBE_FOR_S = 1.0, 60.0
+"""How often the machine of a lost peer is asked whether the process is still there, and for how long: as a process ends, its port goes
+late. It goes on for longer while blocks wait for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,20 @@ class _Rest:
     reached: threading.Event
 
 
-_Event = tx.Event | rx.Event | PeerLost | _Rest
+@dataclass(frozen=True, slots=True)
+class _ProbeDue:
+    """Time to ask whether the process of a lost peer is still there."""
+
+    peer: WorkerEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    peer: WorkerEndpoint
+    gone: bool
+
+
+_Event = tx.Event | rx.Event | PeerLost | _Rest | _ProbeDue | _Probed
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -85,8 +104,9 @@ class Agent:
     """Moves blocks for one worker. `transports` by name; the agent closes them.
 
     worker_id: unique per start of the process. host: address to bind the control socket to.
-    block_bytes: of one block over all layers. on_results: called in the control thread when `take_results` has news for which
-    an idle engine should be woken; it returns at once. secret: of the fleet; None: peers are at loopback only.
+    block_bytes: of one block over all layers. Both callbacks come from the control thread and return at once. on_results:
+    `take_results` has news for which an idle engine should be woken. on_landed: so many more blocks of this transfer are here;
+    an engine that waits for the last of them need not ask for results. secret: of the fleet; None: peers are at loopback only.
     """
 
     def __init__(
@@ -96,6 +116,7 @@ class Agent:
         block_bytes: int,
         transports: Mapping[str, Transport],
         on_results: Callable[[], None] = lambda: None,
+        on_landed: Callable[[str, int], None] = lambda *_: None,
         secret: FleetSecret | None = None,
     ) -> None:
         self._context = zmq.Context()
@@ -112,19 +133,25 @@ class Agent:
         self._transports = transports
         self._block_bytes = block_bytes
         self._on_results = on_results
+        self._on_landed = on_landed
         one_sided = frozenset(name for name, transport in transports.items() if transport.one_sided)
         self._sender = tx.Sender(worker_id, one_sided)
         self._receiver = rx.Receiver(self.endpoint, one_sided)
         self._decoder = msgspec.msgpack.Decoder(Message)
-        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._outboxes: dict[str, tuple[WorkerEndpoint, zmq.Socket[bytes]]] = {}
         self._peers: dict[str, WorkerEndpoint] = {}
+        self._asked_about: dict[str, float] = {}
+        """Lost peers whose machine is being asked, and since when, by the monotonic clock."""
         self._lanes: dict[tuple[str, str], ThreadPoolExecutor] = {}
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
+        self._pipe_lock = threading.Lock()
+        self._pipe_open = True
         self._resting: list[_Rest] = []
-        self._quarantines: list[tuple[float, str]] = []
-        """(end by the monotonic clock, transfer id), a heap."""
+        self._timers: list[tuple[float, int, _Event]] = []
+        """(due by the monotonic clock, running number, what to handle then), a heap."""
+        self._timer_numbers = itertools.count()
         self._lock = threading.Lock()
         self._results = Results()
         self._failure: BaseException | None = None
@@ -137,12 +164,12 @@ class Agent:
         self._post(command)
 
     def retract(self, transfer_ids: Sequence[str]) -> None:
-        """Returns when no block of these transfers is being read: call it before their blocks are overwritten."""
+        """Returns when no block of these transfers is being read, as after `close`: call it before their blocks are overwritten."""
         rest = _Rest(tuple(transfer_ids), threading.Event())
         for transfer_id in transfer_ids:
             self._post(tx.Retract(transfer_id))
         self._post(rest)
-        while not rest.reached.wait(timeout=1.0):
+        while not rest.reached.wait(timeout=1.0) and not self._closed:
             self._check()
 
     def take_results(self) -> Results:
@@ -169,8 +196,10 @@ class Agent:
         for lane in self._lanes.values():
             lane.shutdown(cancel_futures=True)
         self._context.destroy(linger=0)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._pipe_lock:  # a lane of a peer that is gone may still be ending
+            self._pipe_open = False
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -182,8 +211,9 @@ class Agent:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is about to wake up anyway
-            os.write(self._wake_write, b"x")
+        with self._pipe_lock, contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is about to wake up anyway
+            if self._pipe_open:
+                os.write(self._wake_write, b"x")
 
     def _run(self) -> None:
         try:
@@ -197,20 +227,23 @@ class Agent:
         poller.register(self._inbox, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._until_quiet_ms()))
+            ready = dict(poller.poll(self._until_due_ms()))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if self._inbox in ready:
                 self._read_inbox()
             if not self._handle_events():
                 return
-            while self._quarantines and self._quarantines[0][0] <= time.monotonic():
-                self._handle(rx.Quiet(heapq.heappop(self._quarantines)[1]))
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                self._handle(heapq.heappop(self._timers)[2])
 
-    def _until_quiet_ms(self) -> int | None:
-        if not self._quarantines:
+    def _until_due_ms(self) -> int | None:
+        if not self._timers:
             return None
-        return math.ceil(1e3 * max(0.0, self._quarantines[0][0] - time.monotonic()))
+        return math.ceil(1e3 * max(0.0, self._timers[0][0] - time.monotonic()))
+
+    def _handle_after(self, delay_s: float, event: _Event) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_numbers), event))
 
     def _read_inbox(self) -> None:
         while True:
@@ -241,6 +274,10 @@ class Agent:
                 self._resting.append(event)
             case PeerLost(worker_id=worker_id):
                 self._lose(worker_id)
+            case _ProbeDue(peer=peer):
+                self._on_lane("probe", peer, lambda: self._post(_Probed(peer, nobody_listens(peer.control))))
+            case _Probed(peer=peer, gone=gone):
+                self._on_probed(peer, gone)
             case tx.Ready() | tx.PushDone() | tx.PushFailed() | tx.Retract() | tx.Stop() | tx.ReceiverLost() | Grant() | Done() | Revoke():
                 for instruction in self._sender.handle(event):
                     self._send_side(instruction)
@@ -261,6 +298,29 @@ class Agent:
             self._handle(rx.SenderLost(name))
         for name in sending:
             self._handle(tx.ReceiverLost(name))
+        known = [self._outboxes[worker_id][0]] if worker_id in self._outboxes else peers[:1]
+        if known and worker_id not in self._asked_about:
+            self._asked_about[worker_id] = time.monotonic()
+            self._handle(_ProbeDue(known[0]))
+
+    def _on_probed(self, peer: WorkerEndpoint, gone: bool) -> None:
+        recent = time.monotonic() - self._asked_about[peer.worker_id] < PROBE_FOR_S
+        if not gone and (recent or self._receiver.transfers_from(peer.worker_id)):
+            self._handle_after(PROBE_EVERY_S, _ProbeDue(peer))
+            return
+        del self._asked_about[peer.worker_id]
+        if gone:
+            self._forget(peer.worker_id)
+
+    def _forget(self, worker_id: str) -> None:
+        """The process of this worker has ended, and its next one will have another id."""
+        for name in self._receiver.transfers_from(worker_id):
+            self._handle(rx.SenderGone(name))
+        self._peers.pop(worker_id, None)
+        for key in [key for key in self._lanes if key[1] == worker_id]:
+            self._lanes.pop(key).shutdown(wait=False)
+        if worker_id in self._outboxes:
+            self._outboxes.pop(worker_id)[1].close()
 
     def _drop_two_sided(self, peer: WorkerEndpoint) -> None:
         for transport in self._transports.values():
@@ -292,12 +352,12 @@ class Agent:
                 self._discard(sender_id, name, num_blocks)
             case rx.Arrived(transfer_id=transfer_id, num_blocks=blocks):
                 self._report(transfer_id, "received", blocks)
-                self._on_results()
+                self._on_landed(transfer_id, blocks)
             case rx.Failed(transfer_id=transfer_id):
                 self._report(transfer_id, "failed")
                 self._on_results()
             case rx.Quarantine(transfer_id=transfer_id, transport=name):
-                heapq.heappush(self._quarantines, (time.monotonic() + self._transports[name].late_write_s, transfer_id))
+                self._handle_after(self._transports[name].late_write_s, rx.Quiet(transfer_id))
             case rx.Received(transfer_id=transfer_id, lost_blocks=lost):
                 with self._lock:
                     self._results.received.append(transfer_id)
@@ -310,15 +370,14 @@ class Agent:
             self._results.reports.append(report)
 
     def _tell(self, peer: WorkerEndpoint, message: Message) -> None:
-        outbox = self._outboxes.get(peer.worker_id)
-        if outbox is None:
+        if peer.worker_id not in self._outboxes:
             try:
-                outbox = self._outboxes[peer.worker_id] = self._connect(peer)
+                self._outboxes[peer.worker_id] = peer, self._connect(peer)
             except (zmq.ZMQError, TransportError) as error:
                 self.dropped_messages += 1
                 logger.warning("dropped a message to %s at %r: %s", peer.worker_id, peer.control, error)
                 return
-        outbox.send(msgspec.msgpack.encode(message))
+        self._outboxes[peer.worker_id][1].send(msgspec.msgpack.encode(message))
 
     def _connect(self, peer: WorkerEndpoint) -> zmq.Socket[bytes]:
         if not may_reach(peer.control, self._secret):

@@ -3,7 +3,7 @@
     Expect --> OPEN --Complete, all blocks landed-------> (forgotten, RECEIVED)
                OPEN --Complete, the rest is lost--------> (forgotten, RECEIVED with the lost blocks)
                OPEN --Cancel--> CLOSING --Closed, nothing being written--> (forgotten, RECEIVED)
-               any --Broken--> FAILED --one-sided: Quiet--> as above, the rest is lost
+               any --Broken, SenderGone--> FAILED --one-sided: Quiet--> as above, the rest is lost
 
 B grants a transfer piece by piece (`Expect`, then `Extend`) and learns only at the end how long it is (`Complete`).
 A granted block is never handed back while the sender might still write to it: cancelling asks the sender to stop,
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from dynaserve.kv_transfer.sender import Tell
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Revoke
+from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Message, Revoke
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,15 @@ class SenderLost:
     """The sender is dead, as far as anybody hears; a two-sided channel to it is being dropped.
 
     On a one-sided transport that proves nothing (a process that was stopped goes on where it stood): the transfer is over only
-    when the sender has confirmed that it does not write, as after `Cancel`.
+    when the sender has confirmed that it does not write, as after `Cancel`, or is known to have ended (`SenderGone`).
     """
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderGone:
+    """The sender's process has ended, its machine says: a one-sided transport brings only what is on its way already."""
 
     transfer_id: str
 
@@ -87,7 +94,7 @@ class Quiet:
     transfer_id: str
 
 
-Event = Expect | Extend | Complete | Blocks | Landed | ReceiveFailed | SenderLost | Cancel | Broken | Closed | Quiet
+Event = Expect | Extend | Complete | Blocks | Landed | ReceiveFailed | SenderLost | SenderGone | Cancel | Broken | Closed | Quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ class Incoming:
     """One transfer.
 
     block_ids: granted so far, from `first_index` on. end_index: None until `Complete`. failed: what has not landed will not
-    come. closed: nothing can write to the blocks any more.
+    come. closed: nothing can write to the blocks any more. sender_gone: nobody is left to be told. told_failed: `Failed` was said.
     """
 
     sender: WorkerEndpoint
@@ -161,6 +168,8 @@ class Incoming:
     cancelled: bool = False
     failed: bool = False
     closed: bool = False
+    sender_gone: bool = False
+    told_failed: bool = False
 
     def block_of(self, index: int) -> int | None:
         offset = index - self.first_index
@@ -194,7 +203,7 @@ class Receiver:
             case Extend(block_ids=block_ids):
                 first = transfer.first_index + len(transfer.block_ids)
                 transfer.block_ids += block_ids
-                return [self._grant(transfer_id, transfer, first, block_ids)]
+                return self._tell(transfer, self._grant(transfer_id, transfer.transport, first, block_ids))
             case Complete(end_index=end_index):
                 transfer.end_index = end_index
                 return self._settle(transfer_id, transfer)
@@ -208,13 +217,17 @@ class Receiver:
                 return self._on_failed(transfer_id, transfer)
             case Broken():
                 return self._on_failed(transfer_id, transfer)
+            case SenderGone():
+                transfer.sender_gone = True
+                return self._on_failed(transfer_id, transfer)
             case SenderLost():
-                return [Failed(transfer_id)] if transfer.transport in self.one_sided else self._on_failed(transfer_id, transfer)
+                one_sided = transfer.transport in self.one_sided
+                return self._tell_failed(transfer_id, transfer) if one_sided else self._on_failed(transfer_id, transfer)
             case Cancel():
                 transfer.cancelled = True
                 if transfer.closed:
                     return self._settle(transfer_id, transfer)
-                return [Tell(transfer.sender, Revoke(transfer_id, self.endpoint))]
+                return self._tell(transfer, Revoke(transfer_id, self.endpoint))
             case Closed():  # from a sender that does not know what its failed push may still write
                 transfer.closed |= not transfer.failed
                 return self._settle(transfer_id, transfer)
@@ -223,7 +236,8 @@ class Receiver:
                 return self._settle(transfer_id, transfer)
 
     def transfers_from(self, worker_id: str) -> list[str]:
-        return [name for name, transfer in self.transfers.items() if transfer.sender.worker_id == worker_id]
+        """Without those that have heard that this sender is gone."""
+        return [name for name, transfer in self.transfers.items() if transfer.sender.worker_id == worker_id and not transfer.sender_gone]
 
     def check_invariants(self) -> None:
         """Raises AssertionError where a finished transfer is still open or a block is granted twice."""
@@ -241,10 +255,20 @@ class Receiver:
             raise ValueError(f"transfer {expect.transfer_id} has no blocks")
         transfer = Incoming(expect.sender, expect.transport, expect.first_index, list(expect.block_ids))
         self.transfers[expect.transfer_id] = transfer
-        return [self._grant(expect.transfer_id, transfer, expect.first_index, expect.block_ids)]
+        return self._tell(transfer, self._grant(expect.transfer_id, expect.transport, expect.first_index, expect.block_ids))
 
-    def _grant(self, transfer_id: str, transfer: Incoming, first_index: int, block_ids: tuple[int, ...]) -> Tell:
-        return Tell(transfer.sender, Grant(transfer_id, self.endpoint, transfer.transport, first_index, list(block_ids)))
+    def _grant(self, transfer_id: str, transport: str, first_index: int, block_ids: tuple[int, ...]) -> Grant:
+        return Grant(transfer_id, self.endpoint, transport, first_index, list(block_ids))
+
+    def _tell(self, transfer: Incoming, message: Message) -> list[Instruction]:
+        return [] if transfer.sender_gone else [Tell(transfer.sender, message)]
+
+    def _tell_failed(self, transfer_id: str, transfer: Incoming) -> list[Instruction]:
+        """Once: beta gives the transfer up, or goes on without what is missing."""
+        if transfer.told_failed:
+            return []
+        transfer.told_failed = True
+        return [Failed(transfer_id)]
 
     def _on_unknown(self, event: Event) -> list[Instruction]:
         """Late events of a transfer that is over are normal; a two-sided push still has to be taken off the channel, and who
@@ -273,7 +297,7 @@ class Receiver:
         return [Arrived(transfer_id, len(indexes)), *self._settle(transfer_id, transfer)]
 
     def _on_failed(self, transfer_id: str, transfer: Incoming) -> list[Instruction]:
-        told: list[Instruction] = [] if transfer.failed else [Failed(transfer_id)]
+        told = self._tell_failed(transfer_id, transfer)
         if transfer.transport not in self.one_sided:
             transfer.closed = True  # the channel has been dropped
         elif not transfer.failed:
@@ -296,4 +320,4 @@ class Receiver:
         del self.transfers[transfer_id]
         lost = () if transfer.cancelled else transfer.lost_blocks()
         complete = not transfer.cancelled and not lost
-        return [Tell(transfer.sender, Done(transfer_id, complete)), Received(transfer_id, lost)]
+        return [*self._tell(transfer, Done(transfer_id, complete)), Received(transfer_id, lost)]
