@@ -15,7 +15,7 @@ from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.sender import Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.messages import Ended, Event, Granted, Lifted, Parked, Resumed, Revoked
+from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Resumed, Revoked
 from tests.virtual_engine import BLOCK, Engine
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan, Reserve
 from vllm_plugin.options import PluginOptions
@@ -71,7 +71,7 @@ class Instance:
         return [event for event in told if isinstance(event, kind)]
 
     def landed(self, name: str, blocks: int) -> None:
-        self.engine.reports.append(TransferReport(f"t-{name}", "received", 0.0, blocks=blocks))
+        self.scheduler.micro.landed(f"t-{name}", blocks)
 
     def parked(self) -> set[str]:
         return set(self.scheduler.micro.parked)
@@ -229,7 +229,6 @@ def test_a_beta_resumes_when_its_tokens_and_all_its_blocks_are_here(instance: In
     assert instance.scheduler.continue_request("b", 110, [9] * 11, 0.0)
     assert instance.step(2) == {}
     instance.landed("b", 1)
-    instance.step()
     assert instance.step() == {"b": 1}
     assert instance.events(Resumed) == [Resumed("b", 0.0)]
     instance.engine.arrived.add("b")  # the worker's own report comes later, and is not needed
@@ -284,6 +283,36 @@ def test_a_reservation_is_taken_back_when_running_requests_need_its_blocks(tmp_p
     assert not instance.scheduler.preemptions, "nobody is preempted for a reservation"
 
 
+def test_blocks_that_land_are_counted_without_a_step(instance: Instance) -> None:
+    announced(instance)
+    alarm = instance.scheduler._alarm = Alarm([], lambda: None)
+    alarm.landed.append(("t-b", 3))
+    alarm.landed.append(("t-of-a-request-that-is-over", 1))
+    assert not instance.scheduler.has_requests()
+    assert instance.scheduler.continue_request("b", 110, [9] * 11, 0.0)
+    assert instance.step() == {}
+    assert not instance.scheduler.has_requests()
+    alarm.landed.append(("t-b", 1))
+    assert instance.scheduler.has_requests()
+    assert instance.step() == {"b": 1}
+    alarm.close()
+    instance.scheduler._alarm = None
+    instance.engine.arrived.add("b")
+    instance.finish()
+
+
+def test_what_a_beta_has_received_is_told_though_it_ends_in_its_first_step(instance: Instance) -> None:
+    announced(instance, hand_off=138)
+    assert instance.scheduler.continue_request("b", 138, [9] * 39, 0.0)
+    instance.landed("b", 5)
+    instance.engine.reports.append(TransferReport("t-b", "received", 0.0, blocks=5, bytes=50))
+    assert instance.step() == {"b": 1}
+    instance.step()
+    assert [(moved.blocks, moved.bytes) for moved in instance.events(Moved)] == [(5, 50)]
+    assert instance.events(Ended) == [Ended("b", 1, 0)]
+    instance.finish()
+
+
 def test_a_beta_that_was_continued_is_not_taken_back(tmp_path: Path) -> None:
     instance = Instance(tmp_path, blocks=24)
     instance.add("b", "beta", 500, 510)
@@ -320,7 +349,6 @@ def test_a_beta_starts_where_alpha_stopped_although_something_else_was_announced
     instance.step()
     assert Complete("t-b", blocks) in instance.commands
     instance.landed("b", blocks)
-    instance.step()
     assert instance.step() == {"b": max(1, 100 - hand_off)}
     instance.finish()
 

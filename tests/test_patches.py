@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from dynaserve.environment import NO_BUSY_WAIT
 from dynaserve.errors import ConfigError
 
 pytest.importorskip("vllm")
@@ -75,18 +76,37 @@ def test_the_flag_turns_the_instance_on() -> None:
     assert state["wrapped"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--plugin", "other"], "invalid choice: 'other' (choose from 'dynaserve')"),
-        (["--plugin", "dynaserve", "--api-server-count", "2"], "--api-server-count 2 is not supported with --plugin dynaserve; use 1"),
-        (["--plugin", "dynaserve", "--scheduler-cls", "my.Scheduler"], "--scheduler-cls my.Scheduler conflicts with --plugin dynaserve"),
-    ],
-)
-def test_options_that_do_not_fit_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = parse("some-model", *arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr.splitlines()[-1]
+_REFUSED = [
+    (["--plugin", "other"], "invalid choice: 'other' (choose from 'dynaserve')"),
+    (["--plugin", "dynaserve", "--api-server-count", "2"], "--api-server-count 2 is not supported with --plugin dynaserve; use 1"),
+    (["--plugin", "dynaserve", "--scheduler-cls", "my.Scheduler"], "--scheduler-cls my.Scheduler conflicts with --plugin dynaserve"),
+]
+_REFUSALS = """
+import contextlib, io, json, sys
+import vllm_plugin
+vllm_plugin.register()
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model", *arguments]))
+            status = 0
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, said.getvalue().splitlines()[-1:]]))
+"""
+
+
+def test_options_that_do_not_fit_end_with_one_sentence() -> None:
+    arguments = json.dumps([arguments for arguments, _ in _REFUSED])
+    done = subprocess.run([sys.executable, "-c", _REFUSALS, arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads(line) for line in done.stdout.splitlines()[-len(_REFUSED) :]]
+    for (status, last_line), (_, sentence) in zip(ends, _REFUSED, strict=True):
+        assert status == 2
+        assert sentence in last_line[0]
 
 
 def test_this_vllm_fits() -> None:
@@ -152,7 +172,7 @@ print(heard == list(range(500)))
 """
 
 
-@pytest.mark.parametrize(("environment", "status"), [({patches.NO_BUSY_WAIT: "1"}, 0), ({}, 1)])
+@pytest.mark.parametrize(("environment", "status"), [({NO_BUSY_WAIT: "1"}, 0), ({}, 1)])
 def test_processes_of_an_engine_that_are_told_to_sleep_hear_everything(environment: dict[str, str], status: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WAITS], capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment}

@@ -22,6 +22,17 @@ def test_a_bell_sets_the_alarm_off() -> None:
     bell.close()
 
 
+def test_a_bell_tells_of_landed_blocks_without_asking_for_a_step() -> None:
+    bell, woken = Bell("127.0.0.1"), threading.Event()
+    alarm = Alarm([bell.address], woken.set)
+    while not woken.wait(0.01):
+        bell.ring_landed("t", 3)
+    assert alarm.landed[0] == ("t", 3)
+    assert not alarm.rings.is_set()
+    alarm.close()
+    bell.close()
+
+
 def test_a_bell_that_nobody_hears_is_rung_without_waiting() -> None:
     bell = Bell("127.0.0.1")
     for _ in range(1000):

@@ -21,6 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from dynaserve.request_log import of_request
 from dynaserve.step_latency import PrefillWork
 from dynaserve.step_planner import RunningDecodes, StepPlan
 from dynaserve.token_deadlines import TokenSlo
@@ -106,9 +107,8 @@ class SloScheduler(Scheduler):
             if is_slo_ms(slo_ms):
                 own_s[name] = slo_ms / 1e3
             elif slo_ms is not None:  # a front-end answers 400; here it is too late for that
-                logger.warning(
-                    "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds", request.request_id, name, slo_ms
-                )
+                told = "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds"
+                logger.warning(told, request.request_id, name, slo_ms, extra=of_request(request.request_id))
         return TokenSlo(own_s.get(TBT_ARG, self._slo.tbt_s), own_s.get(TTFT_ARG, self._slo.ttft_s)) if own_s else self._slo
 
     # -- before a step -------------------------------------------------------------------------------------------------

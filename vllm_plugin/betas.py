@@ -13,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dynaserve.kv_transfer.receiver import Extend
 from dynaserve.messages import Granted, Refused
+from dynaserve.request_log import of_request
 from vllm_plugin.micro_requests import EXTRA_ARG, Reserve
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ class BetaScheduler(Scheduler):
             return False
         expected = max(0, hand_off_at - request.num_prompt_tokens + 1)
         if len(output_token_ids) != expected:  # vLLM would run into an assertion, which ends the engine
-            logger.error("%s: continued with %d output tokens instead of %d", request_id, len(output_token_ids), expected)
+            told = "%s: continued with %d output tokens instead of %d"
+            logger.error(told, request_id, len(output_token_ids), expected, extra=of_request(request_id))
             self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
             return False
         if not self._grow(request, micro, hand_off_at):
@@ -202,7 +204,7 @@ class BetaScheduler(Scheduler):
             return self._handle_blocked_whole(request)
         if not self.can_resume(request, micro):
             return False
-        # By the workers' reports of arrived blocks, a step earlier than by vLLM's own report of a finished transfer.
+        # By what the workers' bells have told of arrived blocks: two steps earlier than by vLLM's own report of a finished transfer.
         self.finished_recving_kv_req_ids.add(request.request_id)
         if not super()._handle_blocked_waiting_request(request):
             return False
@@ -240,7 +242,8 @@ class BetaScheduler(Scheduler):
         """Brings the grammar to where another instance has left it; once, since a request resumes once."""
         outputs = micro.plan.output_token_ids
         if request.use_structured_output and outputs and not self.structured_output_manager.accept_tokens(request, outputs):
-            logger.error("%s: its grammar rejects the tokens of another instance", request.request_id)
+            told = "%s: its grammar rejects the tokens of another instance"
+            logger.error(told, request.request_id, extra=of_request(request.request_id))
 
     def promote_betas(self) -> None:
         """Resumes betas whose KV and tokens are here, even while no slot is free to run them.

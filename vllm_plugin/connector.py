@@ -130,11 +130,14 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
             micro.ready_blocks = max(until, micro.ready_blocks)
             micro.complete |= final
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    def take_reports(self, connector_output: KVConnectorOutput) -> None:
+        """Before the outputs of the step: a beta may end in its first one, and is forgotten then."""
         meta = connector_output.kv_connector_worker_meta
         for report in meta.reports if isinstance(meta, WorkerReports) else ():
             if failed := self.micro.report(report):
                 self.scheduler.revoke(failed, "its KV transfer has failed")
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # vLLM asserts that a request that has received waits for it; a beta that resumed by its workers' reports does not.
         received = {r for r in connector_output.finished_recving or () if self.micro.awaits_workers(r)}
         connector_output.finished_recving = received

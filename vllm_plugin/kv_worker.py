@@ -41,7 +41,7 @@ class KvWorker:
         self._device = kv.layers[0].device
         secret = options.read_secret()
         self.bell = Bell(options.host, secret)
-        self.agent = Agent(worker_id, options.host, kv.block_bytes, transports, self.bell.ring, secret)
+        self.agent = Agent(worker_id, options.host, kv.block_bytes, transports, self.bell.ring, self.bell.ring_landed, secret)
         self.description = WorkerDescription(self.agent.endpoint, _layout(vllm_config, kv_caches), kv.block_bytes)
         self._results = Results()
         self._sending: dict[str, str] = {}

@@ -209,8 +209,13 @@ class MicroRequests:
         micro.end_index = end_index
         self.command(micro.request_id, Complete(micro.plan.transfer_id, end_index))
 
+    def landed(self, transfer_id: str, blocks: int) -> None:
+        """So many more blocks of a beta are on one of its workers."""
+        if micro := self.by_id.get(self.transfers.get(transfer_id, "")):
+            micro.landed_blocks += blocks
+
     def all_landed(self, micro: MicroRequest) -> bool:
-        """Every worker has every block of the beta, as far as they have reported."""
+        """Every worker has every block of the beta, as far as they have told."""
         return micro.end_index is not None and micro.landed_blocks >= self.num_workers * (micro.end_index - micro.first_index)
 
     def resume(self, micro: MicroRequest) -> None:
@@ -232,8 +237,6 @@ class MicroRequests:
                 self.counts["failed"] += 1
                 return micro if micro.revocable else None
             case kind:
-                if kind == "received":
-                    micro.landed_blocks += report.blocks
                 self.events.append(
                     Moved(micro.request_id, kind, report.blocks, report.bytes, report.before_end, report.age_ms, report.took_ms)
                 )

@@ -206,10 +206,6 @@ def tell_before_shutdown(engine_client: Any, tell: Callable[[], None]) -> None:
 
 # -- any process of an engine ---------------------------------------------------------------------------------------------
 
-NO_BUSY_WAIT = "DYNASERVE_NO_BUSY_WAIT"
-"""Environment variable; 1: the processes of an engine, stock or ours, sleep while they wait for each other."""
-
-
 BUSY_S, BUSY_RECHECK_MS, IDLE_RECHECK_MS = 1.0, 1, 20
 
 

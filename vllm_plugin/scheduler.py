@@ -134,6 +134,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         """Whether a step would do anything; requests that wait for another instance do not count (docs/kv_transfer.md, waking up)."""
         if self._alarm is None:
             return bool(super().has_requests())
+        self._take_landed(self._alarm)
         return (
             self._alarm.rings.is_set()
             or self.micro.has_messages
@@ -142,6 +143,10 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
             or (self.ec_connector is not None and bool(super().has_requests()))
             or self._has_runnable()
         )
+
+    def _take_landed(self, alarm: Alarm) -> None:
+        while alarm.landed:
+            self.micro.landed(*alarm.landed.popleft())
 
     def _has_runnable(self) -> bool:
         if self._pause_state is PauseState.PAUSED_ALL:
@@ -167,6 +172,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         now_s = self.monotonic()
         if self._alarm is not None:
             self._alarm.rings.clear()
+            self._take_landed(self._alarm)
         self._freed = False
         self.finish_delivered()
         self.promote_betas()
@@ -205,6 +211,8 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         return self.micro.parked.keys()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        if (connector_output := model_runner_output.kv_connector_output) is not None:
+            self.connector.take_reports(connector_output)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         self.steps.end(scheduler_output)
         now_s = self.monotonic()

@@ -2,19 +2,23 @@
 
 vLLM's worker reports only through steps, and its core loop steps once a millisecond while it has requests; a reserved beta
 or a parked alpha would keep a core busy.  Instead the core sleeps until something can run: the transfer thread of each
-worker signals over a socket, and a thread here puts a wake-up into the core's input queue.
+worker signals over a socket, and a thread here puts a wake-up into the core's input queue.  Blocks that have landed are counted
+by the signal itself: a step without tokens, only to hear of them, would take its time from the resuming beta, and from others.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import zmq
 
 from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
 
+_LANDED = msgspec.msgpack.Decoder(tuple[str, int])
 _LONGEST_SLEEP_MS = 250
 """How late a deadline may be noticed."""
 LONGEST_SIGN_BYTES = 4096
@@ -22,34 +26,43 @@ LONGEST_SIGN_BYTES = 4096
 
 
 class Bell:
-    """The worker's end; `ring` is called by one thread at a time and never waits."""
+    """The worker's end; both `ring`s are called by one thread at a time and never wait."""
 
     def __init__(self, host: str, secret: FleetSecret | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.linger = 0
-        self._socket.set_hwm(8)  # one is enough: a step takes all the news that there are
         secure_server(self._socket, secret)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
 
     def ring(self) -> None:
+        """The worker has results, which a step takes."""
+        self._send(b"")
+
+    def ring_landed(self, transfer_id: str, blocks: int) -> None:
+        """So many more blocks are here. Should it get lost, the engine hears it with the result of the whole transfer."""
+        self._send(msgspec.msgpack.encode((transfer_id, blocks)))
+
+    def _send(self, sign: bytes) -> None:
         try:
-            self._socket.send(b"", zmq.NOBLOCK)
+            self._socket.send(sign, zmq.NOBLOCK)
         except zmq.Again:
-            return  # nobody listens yet, or enough signals are under way
+            return  # nobody listens yet, or a thousand signals are under way
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
 class Alarm:
-    """The engine core's end. `rings` is set, and `wake` called, from a thread of its own.
+    """The engine core's end: a thread of its own notes what comes, and then calls `wake`.
 
-    deadline_s: on the monotonic clock, when to wake the core without a signal; None: never.
+    rings: a step is needed. landed: (transfer id, blocks) that have arrived since it was emptied. deadline_s: on the monotonic
+    clock, when to wake the core without a signal; None: never.
     """
 
     def __init__(self, bells: Sequence[str], wake: Callable[[], None], secret: FleetSecret | None = None) -> None:
         self.rings = threading.Event()
+        self.landed: deque[tuple[str, int]] = deque()
         self.deadline_s: float | None = None
         self._wake = wake
         self._context = zmq.Context()
@@ -70,7 +83,6 @@ class Alarm:
         try:
             while True:
                 if self._wait():
-                    self.rings.set()
                     self._wake()
         except zmq.ContextTerminated:
             return
@@ -79,14 +91,20 @@ class Alarm:
                 raise
 
     def _wait(self) -> bool:
+        """Whether there is news."""
         if not self._socket.poll(_LONGEST_SLEEP_MS):
             deadline_s = self.deadline_s
             if deadline_s is None or time.monotonic() < deadline_s:
                 return False
             self.deadline_s = None
+            self.rings.set()
             return True
         while True:
             try:
-                self._socket.recv(zmq.NOBLOCK)
+                sign = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
+            if sign:
+                self.landed.append(_LANDED.decode(sign))
+            else:
+                self.rings.set()
