@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 
 import httpx
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dynaserve import fleet
-from dynaserve.errors import ConfigError
+from dynaserve.errors import ConfigError, NoInstance
+from dynaserve.frontend_at import add_key_arguments, frontend_at
+from dynaserve.messages import InstanceDescription, Load
 
 VLLM_CHECK = "vllm_plugin.patches:check_vllm"
 """By import string: this package does not import the engine's."""
@@ -34,6 +37,18 @@ class Finding:
     level: str
     what: str
     advice: str = ""
+
+
+class Member(msgspec.Struct):
+    """One instance in the answer of `GET /dynaserve/fleet`."""
+
+    health: str
+    description: InstanceDescription
+    load: Load | None
+
+
+class FleetAnswer(msgspec.Struct):
+    instances: dict[str, Member]
 
 
 # -- the installation ----------------------------------------------------------------------------------------------------
@@ -120,41 +135,30 @@ def check_description(name: str, cut_obstacle: str | None, prefix_caching: bool)
         yield Finding("warning", f"{name} has no prefix cache", "start it without --no-enable-prefix-caching")
 
 
-def check_frontend(url: str, api_key: str | None) -> Iterator[Finding]:
-    url = url.rstrip("/")
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+def check_frontend(url: str, args: argparse.Namespace) -> Iterator[Finding]:
+    """args: with a key, see `frontend_at`."""
     try:
-        answer = httpx.get(f"{url}/dynaserve/fleet", headers=headers, timeout=10)
-    except httpx.HTTPError as error:
-        yield Finding("fault", f"front-end {url} does not answer: {error}", "start it, or name where it listens")
-        return
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
-        yield Finding("fault", f"front-end {url} wants a key", "--api-key KEY, or the variable DYNASERVE_API_KEY")
-        return
-    if answer.is_error:
-        yield Finding("fault", f"front-end {url} answers HTTP {answer.status_code}", "it must be a dynaserve serve")
-        return
-    try:
-        instances = answer.json()["instances"]
-    except (ValueError, TypeError, KeyError):
-        yield Finding("fault", f"{url} answers as something else", "it must be a dynaserve serve")
+        with httpx.Client() as http:
+            instances = frontend_at(url, args).ask(http, "/dynaserve/fleet", FleetAnswer).instances
+    except (ConfigError, NoInstance) as error:
+        yield Finding("fault", str(error), "start a front-end there (dynaserve serve), or name where it listens, and its key")
         return
     yield Finding("ok", f"front-end {url} has {len(instances)} instances")
-    for name, state in instances.items():
-        yield from check_state(name, state["health"], state["load"])
-        yield from check_description(name, state["description"]["cut_obstacle"], state["description"]["prefix_caching"])
+    for name, member in instances.items():
+        yield from check_state(name, member.health, member.load)
+        yield from check_description(name, member.description.cut_obstacle, member.description.prefix_caching)
 
 
-def check_state(name: str, health: str, load: dict[str, float] | None) -> Iterator[Finding]:
+def check_state(name: str, health: str, load: Load | None) -> Iterator[Finding]:
     if health == "dead":
         yield Finding("fault", f"{name} is dead", "look at its log and start it again: the front-end takes it back by itself")
     elif health != "up":
         yield Finding("warning", f"{name} is {health}")
     else:
         yield Finding("ok", f"{name} is up")
-    if load is not None and load["kv_cache_usage"] > MOST_KV_USAGE:
+    if load is not None and load.kv_cache_usage > MOST_KV_USAGE:
         advice = "more instances, a larger --gpu-memory-utilization, or a smaller --max-num-seqs"
-        yield Finding("warning", f"{name} uses {load['kv_cache_usage']:.0%} of its KV cache", advice)
+        yield Finding("warning", f"{name} uses {load.kv_cache_usage:.0%} of its KV cache", advice)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------
@@ -165,15 +169,13 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="dynaserve doctor", description="Checks an installation and a fleet, and says what to change.")
     parser.add_argument("--instances", nargs="+", default=[], metavar="URL", help="instances that are to make a fleet")
     parser.add_argument("--url", help="a running front-end")
-    parser.add_argument(
-        "--api-key", default=os.environ.get("DYNASERVE_API_KEY"), metavar="KEY", help="of the front-end (default: $DYNASERVE_API_KEY)"
-    )
+    add_key_arguments(parser)
     args = parser.parse_args(argv)
     groups: list[tuple[str, Callable[[], Iterator[Finding]]]] = [("this installation", check_installation)]
     if args.instances:
         groups.append(("instances", lambda: check_instances(args.instances)))
     if args.url is not None:
-        groups.append(("front-end", lambda: check_frontend(args.url, args.api_key)))
+        groups.append(("front-end", lambda: check_frontend(args.url, args)))
     findings = [(title, finding) for title, check in groups for finding in check()]
     Console().print(_table(findings))
     raise SystemExit(1 if any(finding.level == "fault" for _, finding in findings) else 0)

@@ -1,10 +1,12 @@
-"""Files that others read while they are written."""
+"""Files as this project reads and writes them."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+
+from dynaserve.errors import ConfigError
 
 
 def write_in_one_move(path: Path, content: bytes) -> None:
@@ -18,3 +20,12 @@ def write_in_one_move(path: Path, content: bytes) -> None:
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise
+
+
+def read_entries(option: str, path: Path) -> list[str]:
+    """One a line; empty lines and those that begin with # are none. Raises ConfigError, which names the option, for an unreadable file."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error}") from error
+    return [line for line in lines if line and not line.startswith("#")]

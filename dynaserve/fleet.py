@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from dynaserve.fleet_secret import FleetSecret, may_reach
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.dynaserve.frontend")
 
 _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
 
@@ -63,10 +63,7 @@ def join(urls: Sequence[str]) -> list[Instance]:
     names = [url.rstrip("/") for url in urls]
     if len(set(names)) != len(names):
         raise ConfigError(f"an instance is named twice: {' '.join(names)}")
-    instances = [Instance(name, describe(name)) for name in names]
-    for instance in instances:
-        check(instance, instances[0])
-    return instances
+    return _checked([Instance(name, describe(name)) for name in names])
 
 
 def join_present(urls: Sequence[str]) -> list[Instance]:
@@ -86,6 +83,10 @@ def join_present(urls: Sequence[str]) -> list[Instance]:
         raise ConfigError(f"none of {len(urls)} instances answers; the first: {faults[0]}")
     for fault in faults:
         logger.warning("%s; it joins when it does", fault)
+    return _checked(instances)
+
+
+def _checked(instances: list[Instance]) -> list[Instance]:
     for instance in instances:
         check(instance, instances[0])
     return instances
@@ -131,14 +132,24 @@ def profile_key(description: InstanceDescription) -> ProfileKey:
     return ProfileKey(description.model, description.dtype, description.device, description.parallelism, description.vllm_version)
 
 
-def check_profile(profile: Path, instances: Sequence[Instance]) -> None:
-    """Raises ConfigError, naming file, field and instance, if the profile was measured on something else than the fleet."""
+def suits_any_policy(instance: Instance) -> None:
+    """The check of policies that predict nothing."""
+
+
+def profile_check(profile: Path) -> Callable[[Instance], None]:
+    """What raises ConfigError, naming file, field and instance, for an instance that is something else than the profile was measured on.
+
+    Raises ConfigError itself where the file cannot be read.
+    """
     measured = latency_profile.key_of(profile)
-    for instance in instances:
+
+    def check_measured(instance: Instance) -> None:
         try:
             latency_profile.compare(profile, measured, profile_key(instance.description))
         except ConfigError as error:
             raise ConfigError(f"{error} (instance {instance.instance_id})") from error
+
+    return check_measured
 
 
 def choose_transport(instances: Sequence[Instance], wanted: str | None) -> str:

@@ -47,6 +47,7 @@ class FleetLinks:
     describe: Callable[[str], InstanceDescription] = lambda url: fleet.describe(url, ANSWER_TIMEOUT_S)
     liveness: FleetLiveness = field(default_factory=FleetLiveness)
     secret: FleetSecret | None = None
+    also_check: Callable[[Instance], None] = fleet.suits_any_policy
     instances: dict[str, Instance] = field(default_factory=dict)
     _links: dict[str, InstanceLink] = field(default_factory=dict)
     _rejoining: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -141,6 +142,7 @@ class FleetLinks:
 
     def _check_fits(self, instance: Instance, reference: Instance) -> None:
         fleet.check(instance, reference)
+        self.also_check(instance)
         if (model_len := instance.description.max_model_len) < self._least_model_len:
             raise ConfigError(f"max_model_len of {instance.instance_id} is {model_len}, this front-end serves {self._least_model_len}")
 

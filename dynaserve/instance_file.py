@@ -8,19 +8,16 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from dynaserve.errors import ConfigError
+from dynaserve.files import read_entries
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.dynaserve.frontend")
 
 LOOK_S = 1.0
 
 
 def read(path: Path) -> tuple[str, ...]:
-    """URLs without a trailing slash; empty lines and those that begin with # are none. Raises ConfigError where there is none."""
-    try:
-        lines = [line.strip().rstrip("/") for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--instances-file {path} cannot be read: {error}") from error
-    urls = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    """URLs without a trailing slash, each once. Raises ConfigError where there is none."""
+    urls = tuple(dict.fromkeys(entry.rstrip("/") for entry in read_entries("--instances-file", path)))
     if not urls:
         raise ConfigError(f"--instances-file {path} names no instance")
     return urls

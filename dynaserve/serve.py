@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from dynaserve import config_file, fleet, fleet_secret, instance_file, latency_profile, length_predictor
 from dynaserve.errors import ConfigError
+from dynaserve.files import read_entries
 from dynaserve.fleet import Instance
 from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy, predicts
@@ -39,6 +41,8 @@ class FrontendConfig:
     instances_file: Path | None = None
     secret: FleetSecret | None = None
     most_body_bytes: int = MOST_BODY_BYTES
+    also_check: Callable[[Instance], None] = fleet.suits_any_policy
+    """Raises ConfigError for an instance that the policy cannot use, now or when it joins later."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -119,10 +123,10 @@ def configure(argv: list[str]) -> FrontendConfig:
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
     secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None
     instances = fleet.join(urls) if args.instances_file is None else fleet.join_present(urls)
+    also_check = fleet.profile_check(args.latency_profile) if predicts(policy.policy) else fleet.suits_any_policy
     for instance in instances:
         fleet.check_reach(instance, secret)
-    if predicts(policy.policy):
-        fleet.check_profile(args.latency_profile, instances)
+        also_check(instance)
     transport = fleet.choose_transport(instances, args.transport)
     return FrontendConfig(
         instances,
@@ -135,16 +139,13 @@ def configure(argv: list[str]) -> FrontendConfig:
         args.instances_file,
         secret,
         args.max_body_bytes,
+        also_check,
     )
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """One key a line; empty lines and those that begin with # are none. Raises ConfigError where there is no key."""
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    """One key a line. Raises ConfigError where there is none."""
+    keys = tuple(read_entries("--api-key-file", path))
     if not keys:
         raise ConfigError(f"--api-key-file {path} has no key")
     return keys

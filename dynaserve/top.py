@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -19,53 +15,26 @@ from rich.text import Text
 
 from dynaserve.errors import ConfigError, NoInstance
 from dynaserve.fleet_view import InstanceView, RequestView, SloView, Snapshot
-from dynaserve.serve import read_api_keys
+from dynaserve.frontend_at import add_key_arguments, frontend_at
 
+SNAPSHOT = "/dynaserve/snapshot"
 MOST_REQUESTS = 20
-TIMEOUT_S = 5.0
 NARROWEST = 120
 """Columns of a frame that is printed to a file."""
-
-
-@dataclass(frozen=True)
-class FrontendAt:
-    """url: without a trailing slash. api_key: None where it needs none."""
-
-    url: str
-    api_key: str | None
-
-    def ask(self, http: httpx.Client) -> Snapshot:
-        """Raises NoInstance where nobody answers, and ConfigError where who answers will not, or is no front-end."""
-        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
-        try:
-            answer = http.get(f"{self.url}/dynaserve/snapshot", headers=headers, timeout=TIMEOUT_S)
-        except httpx.TransportError as error:
-            raise NoInstance(f"{self.url} does not answer: {error or type(error).__name__}") from error
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            wanted = "another API key" if self.api_key else "an API key: name one with --api-key-file or --api-key-env"
-            raise ConfigError(f"{self.url} wants {wanted}")
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise ConfigError(f"{self.url} is not a front-end (dynaserve serve), or one of an older version")
-        if answer.is_error:
-            raise NoInstance(f"{self.url} answers HTTP {answer.status_code}: {answer.text[:200]}")
-        try:
-            return msgspec.json.decode(answer.content, type=Snapshot)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{self.url} describes itself in another format (version mismatch?): {error}") from error
 
 
 def main(argv: list[str]) -> None:
     """Until Ctrl-C. Exit status 2: it cannot look as asked; 1: nobody answers. A front-end that goes away later is waited for."""
     args = _parser().parse_args(argv)
     try:
-        frontend = FrontendAt(_base_url(args.url), _api_key(args))
+        frontend = frontend_at(args.url, args)
         with httpx.Client() as http:
-            first = frontend.ask(http)
+            first = frontend.ask(http, SNAPSHOT, Snapshot)
             if args.once:
                 console = Console()
                 Console(width=max(console.width, NARROWEST)).print(frame(first))
                 return
-            follow(lambda: frontend.ask(http), first, args.interval)
+            follow(lambda: frontend.ask(http, SNAPSHOT, Snapshot), first, args.interval)
     except (ConfigError, NoInstance) as error:
         print(f"dynaserve top: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
@@ -78,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the front-end (default: %(default)s)")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
-    key = parser.add_mutually_exclusive_group()
-    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="its first line that is a key")
-    key.add_argument("--api-key-env", metavar="NAME", help="the environment variable that has the key")
+    add_key_arguments(parser)
     return parser
 
 
@@ -89,26 +56,6 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return seconds
-
-
-def _base_url(text: str) -> str:
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{text!r} is not a URL: {error}") from error
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"{text!r} is not a URL: it needs http:// or https://, and a host")
-    return text.rstrip("/")
-
-
-def _api_key(args: argparse.Namespace) -> str | None:
-    if args.api_key_file is not None:
-        return read_api_keys(args.api_key_file)[0]
-    if args.api_key_env is None:
-        return None
-    if not (key := os.environ.get(args.api_key_env)):
-        raise ConfigError(f"the environment variable {args.api_key_env} has no key")
-    return key
 
 
 def follow(ask: Callable[[], Snapshot], first: Snapshot, interval_s: float) -> None:

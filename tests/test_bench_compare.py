@@ -88,15 +88,15 @@ def test_a_bad_file_of_systems_is_refused(tmp_path: Path, content: str, named: s
 
 
 def arguments(tmp_path: Path, *more: str) -> list[str]:
-    options = ["--workload", "fixed:20,5", "--rate", "8", "--duration-s", "2", "--resolution", "0.8", "--repetitions", "2"]
+    options = ["--workload", "fixed:20,5", "--rate", "16", "--duration-s", "1", "--resolution", "0.8", "--repetitions", "2"]
     return [*options, "--tbt-slo-ms", "5000", "--max-client-lag-ms", "60000", "--output", str(tmp_path / "out"), *more]
 
 
 def test_the_faster_of_two_servers_is_told_by_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     with running_server() as slow, running_server() as fast:
-        slow.act, fast.act = Act(slots=1, delay_s=0.04), Act(slots=4, delay_s=0.04)  # At most 5 and 20 requests per second.
-        chosen = ("--system", f"slow={slow.url}", "--system", f"fast={fast.url}", "--most-rate", "24")
+        slow.act, fast.act = Act(slots=1, delay_s=0.02), Act(slots=4, delay_s=0.02)  # At most 10 and 40 requests per second.
+        chosen = ("--system", f"slow={slow.url}", "--system", f"fast={fast.url}", "--most-rate", "48")
         with pytest.raises(SystemExit) as end:
             compare.main(arguments(tmp_path, *chosen))
     output = capsys.readouterr()

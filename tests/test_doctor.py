@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynaserve import doctor
 from dynaserve.doctor import check_core, check_engine, check_entry_point, check_frontend, check_instances, check_open_files, main
+from dynaserve.messages import Load
+from tests.test_fleet_links import description
 
 
 @contextmanager
@@ -40,12 +45,13 @@ def frontend(status: int, body: dict[str, Any], key: str | None = None) -> Itera
 
 
 def instance(health: str, kv_cache_usage: float = 0.5, cut_obstacle: str | None = None) -> dict[str, Any]:
-    description = {"cut_obstacle": cut_obstacle, "prefix_caching": True}
-    return {"health": health, "load": {"kv_cache_usage": kv_cache_usage}, "description": description}
+    known = msgspec.structs.replace(description("tcp://127.0.0.1:1", "epoch"), cut_obstacle=cut_obstacle)
+    return {"health": health, "load": msgspec.to_builtins(Load(1, 0, kv_cache_usage)), "description": msgspec.to_builtins(known)}
 
 
-def levels(url: str, api_key: str | None = None) -> list[tuple[str, str]]:
-    return [(finding.level, finding.what) for finding in check_frontend(url, api_key)]
+def levels(url: str, key_file: Path | None = None) -> list[tuple[str, str]]:
+    key = Namespace(api_key_file=key_file, api_key_env=None)
+    return [(finding.level, finding.what) for finding in check_frontend(url, key)]
 
 
 def test_this_installation_is_sound() -> None:
@@ -91,15 +97,20 @@ def test_each_instance_of_a_front_end_is_judged() -> None:
         ]
 
 
-def test_a_front_end_that_wants_a_key_is_asked_with_it() -> None:
+def test_a_front_end_that_wants_a_key_is_asked_with_it(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("secret\n")
     with frontend(200, {"instances": {"a": instance("up")}}, key="secret") as url:
-        assert levels(url) == [("fault", f"front-end {url} wants a key")]
-        assert [level for level, _ in levels(url, "secret")] == ["ok", "ok"]
+        assert levels(url) == [("fault", f"{url} wants an API key: name one with --api-key-file or --api-key-env")]
+        assert [level for level, _ in levels(url, key_file)] == ["ok", "ok"]
 
 
 def test_what_is_no_front_end_is_a_fault() -> None:
     with frontend(404, {}) as url:
-        assert levels(url) == [("fault", f"front-end {url} answers HTTP 404")]
+        assert levels(url) == [("fault", f"{url} is not a front-end (dynaserve serve), or one of an older version")]
+    with frontend(200, {"hello": "world"}) as url:
+        ((level, what),) = levels(url)
+        assert (level, "in another format" in what) == ("fault", True)
     ((level, what),) = levels(url)
     assert (level, "does not answer" in what) == ("fault", True)
 

@@ -199,7 +199,7 @@ def test_a_full_fleet_refuses_before_a_request_costs_anything() -> None:
 def test_those_who_look_see_a_request_from_its_start_to_its_end() -> None:
     async def scenario(fleet: Fleet) -> None:
         over: list[tuple[str, object]] = []
-        fleet.client.on_over = lambda record, headers: over.append((record.request_id, headers))  # type: ignore[method-assign]
+        fleet.client.watchers.append(lambda record, headers: over.append((record.request_id, headers)))
         name = await fleet.start("r", extra_args={"dynaserve_tbt_ms": 60_000.0})
         wire_id = fleet.runs(name, "r")[0].request_id
         for tokens in ([7], [8, 9]):

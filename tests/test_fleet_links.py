@@ -259,6 +259,25 @@ def test_an_instance_that_takes_shorter_texts_stays_out() -> None:
     run(scenario)
 
 
+def test_an_instance_that_the_policy_cannot_use_stays_out() -> None:
+    def refuse(instance: Instance) -> None:
+        raise ConfigError(f"{instance.instance_id} was not measured")
+
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        frontend.links.also_check = refuse
+        with pytest.raises(ConfigError, match="http://other was not measured"):
+            await frontend.links.add(Instance("http://other", description("tcp://127.0.0.1:1", "other")))
+        frontend.gateway.cut()
+        frontend.gateway = Gateway("second")
+        frontend.gateway.start(context)
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        await asyncio.sleep(0.7)
+        assert frontend.links.alive == []
+
+    run(scenario)
+
+
 def test_an_instance_that_is_another_one_now_stays_out() -> None:
     async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
         await frontend.connect()

@@ -32,9 +32,10 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), http.server.SimpleHTTPReque
 """
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('serving', flush=True); time.sleep(600)"
 PARENT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from dynaserve.local.children import start_child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background ignores it
 child = start_child("tree", sys.argv[2:], Path(sys.argv[1]), grace_s=1.0)
 time.sleep(600)
 """

@@ -344,6 +344,7 @@ def test_every_order_of_events_forwards_each_token_once_and_ends(
     def hear(side: Side) -> None:
         event = instances.queues[side].pop(0)
         carry_out(flow.handle(side, event, now_ms=1.0), event)
+        assert flow.record.state == flow.state.value, "the record tells it from its marks"
 
     carry_out(flow.start())
     asks = ["whim"] * whims + ["move"] * moves + ["lift"] * lift + ["leave"] * leave

@@ -10,7 +10,7 @@ import pytest
 
 from dynaserve import length_predictor
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, check_profile, profile_key
+from dynaserve.fleet import Instance, profile_check, profile_key
 from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
@@ -182,11 +182,12 @@ def test_a_profile_and_a_history_are_read(tmp_path: Path) -> None:
 def test_a_profile_of_something_else_is_refused_with_the_field(field: str, value: str, tmp_path: Path) -> None:
     key = profile_key(DESCRIPTION)
     save(tmp_path / "p.json", ProfileTable(ROOFLINE), key, "made up")
-    check_profile(tmp_path / "p.json", [Instance("http://a", DESCRIPTION)])
+    profile_check(tmp_path / "p.json")(Instance("http://a", DESCRIPTION))
     save(tmp_path / "p.json", ProfileTable(ROOFLINE), msgspec.structs.replace(key, **{field: value}), "made up")
     wanted = getattr(key, field)
+    check = profile_check(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=rf"p\.json: measured with {field} '{value}', not '{wanted}' \(instance http://a\)$"):
-        check_profile(tmp_path / "p.json", [Instance("http://a", DESCRIPTION)])
+        check(Instance("http://a", DESCRIPTION))
 
 
 def test_a_history_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:

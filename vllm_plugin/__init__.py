@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 
+from dynaserve.environment import NO_BUSY_WAIT
+
 
 def register() -> None:
     """Entry point `vllm.general_plugins`; idempotent, imports nothing heavy (it runs on the way to `--help`)."""
     from vllm_plugin import patches
 
     patches.install_command_line()
-    if os.environ.get(patches.NO_BUSY_WAIT) == "1":
+    if os.environ.get(NO_BUSY_WAIT) == "1":
         patches.install_waits_that_sleep()

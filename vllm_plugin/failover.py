@@ -24,6 +24,7 @@ from dynaserve.kv_transfer.transports import TWO_SIDED
 from dynaserve.liveness import JOINED, REMOVED, Changed, Health
 from dynaserve.messages import SenderLost
 from dynaserve.request_flow import Event, InstanceDied, Instruction, RequestFlow, Side, State
+from dynaserve.request_log import of_request
 from dynaserve.request_placer import RequestPlacer
 from vllm_plugin.adapters import AdapterLoader
 from vllm_plugin.orphans import Orphans
@@ -72,7 +73,7 @@ class Failover:
 
     def on_unavailable(self, request_id: str, reason: str, status: int) -> None:
         """A request that is given up, with its HTTP status. The server sets what ends the client's answer."""
-        logger.error("request %s: %s (%d)", request_id, reason, status)
+        logger.error("request %s: %s (%d)", request_id, reason, status, extra=of_request(request_id))
 
     @abstractmethod
     async def _handle(self, live: Live, side: Side, event: Event) -> bool: ...

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynaserve import fleet_view, frontend_metrics
+from dynaserve import fleet, fleet_view, frontend_metrics
 from dynaserve.admission import Admission
 from dynaserve.errors import NoInstance, Overloaded
 from dynaserve.fleet import Instance
@@ -72,6 +72,7 @@ from dynaserve.request_flow import (
     Unavailable,
     new_flow,
 )
+from dynaserve.request_log import of_request
 from dynaserve.request_placer import Decision, RequestFacts, RequestPlacer, RunningRequest
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
 from vllm_plugin.failover import Failover, Live
@@ -106,8 +107,11 @@ class FleetClient(Failover):
         timeout_s: float = math.inf,
         admission: Admission | None = None,
         secret: FleetSecret | None = None,
+        also_check: Callable[[Instance], None] = fleet.suits_any_policy,
     ) -> None:
         self.book = RecordBook()
+        self.watchers: list[Callable[[RequestRecord, Mapping[str, str] | None], None]] = []
+        """They are told of each request that is over, with the headers that trace it."""
         self.frontend_id = uuid.uuid4().hex
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
@@ -116,7 +120,15 @@ class FleetClient(Failover):
         self._transport = transport
         self._live = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
-        self._links = FleetLinks(self.frontend_id, self._on_message, self._on_change, self._on_tick, self._on_fault, secret=secret)
+        self._links = FleetLinks(
+            self.frontend_id,
+            self._on_message,
+            self._on_change,
+            self._on_tick,
+            self._on_fault,
+            secret=secret,
+            also_check=also_check,
+        )
         self._links.instances |= {instance.instance_id: instance for instance in instances}
         self._orphans = Orphans()
         self._draining = set()
@@ -154,9 +166,6 @@ class FleetClient(Failover):
         if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
             frontend_metrics.REFUSED.labels(refusal.kind).inc()
             raise Overloaded(refusal.reason)
-
-    def on_over(self, record: RequestRecord, trace_headers: Mapping[str, str] | None) -> None:
-        """Of a request that is over on all instances. The server sets what traces it."""
 
     def snapshot(self) -> fleet_view.Snapshot:
         """What is known now, for those who look."""
@@ -374,7 +383,8 @@ class FleetClient(Failover):
         self._admission.left(live.internal_id, time.monotonic())
         record = live.flow.record
         frontend_metrics.observe_end(record)
-        self.on_over(record, live.request.trace_headers)
+        for watch in self.watchers:
+            watch(record, live.request.trace_headers)
         ended = record.output_tokens if record.finish_reason in ("stop", "length") else None
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
         sequence = [*(live.request.prompt_token_ids or ()), *live.flow.output_token_ids]
@@ -410,7 +420,7 @@ class FleetClient(Failover):
                 case Forward():
                     forward = True
                 case Fail(reason=reason):
-                    logger.error("request %s: %s", live.internal_id, reason)
+                    logger.error("request %s: %s", live.internal_id, reason, extra=of_request(live.flow.record.request_id))
                     failed = EngineCoreOutput(live.internal_id, [], finish_reason=FinishReason.ERROR)
                     self._outputs.put_nowait(EngineCoreOutputs(outputs=[failed]))
                 case PlaceAgain():

@@ -31,7 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from dynaserve import fleet, length_predictor, request_spans
+from dynaserve import fleet, length_predictor, request_log, request_spans
 from dynaserve.admission import Admission
 from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.serve import FrontendConfig, add_arguments
@@ -106,7 +106,13 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     choose_host(args)
     validate_parsed_serve_args(args)
     client = FleetClient(
-        config.instances, config.placer, config.transport, config.request_timeout_s, Admission(config.most_waiting), config.secret
+        config.instances,
+        config.placer,
+        config.transport,
+        config.request_timeout_s,
+        Admission(config.most_waiting),
+        config.secret,
+        config.also_check,
     )
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(lambda: FrontendEndpoint(config.instances_file, config.most_body_bytes))
@@ -142,8 +148,9 @@ async def _serve(args: argparse.Namespace, client: FleetClient) -> None:
         disable_log_stats=engine_args.disable_log_stats,
     )
     client.on_unavailable = llm.end_unavailable  # type: ignore[method-assign]
+    client.watchers.append(partial(request_log.log_over, engine_args.enable_log_requests))
     if config.observability_config.otlp_traces_endpoint is not None:  # vLLM has set up where its spans go, and so ours
-        client.on_over = partial(request_spans.emit, trace.get_tracer("dynaserve"))  # type: ignore[method-assign]
+        client.watchers.append(partial(request_spans.emit, trace.get_tracer("dynaserve")))
     try:
         await client.connect()
         # h11: the limits of --h11-max-incomplete-event-size act in no other parser, and httptools has none of its own.

@@ -10,6 +10,7 @@ import msgspec
 
 from dynaserve.bench.stream import CompletionStream
 from dynaserve.errors import ConfigError
+from dynaserve.urls import http_url
 
 _PROBE_OUTPUT_TOKENS = 2
 _REFUSES_A_FIELD = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
@@ -45,13 +46,7 @@ class Endpoint:
 
 def base_url(url: str) -> str:
     """The part before `/v1`. Raises ConfigError for what is not an HTTP URL."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{url!r} is not a URL: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"{url!r} is not a URL: it needs http:// or https://, and a host")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return http_url(url).removesuffix("/v1").rstrip("/")
 
 
 async def find(http: httpx.AsyncClient, url: str, model: str | None, extra_body: dict[str, Any], probe: list[int]) -> Endpoint:

@@ -17,7 +17,7 @@ import httpx
 
 from dynaserve.bench.endpoint import base_url
 from dynaserve.errors import ConfigError
-from dynaserve.local.children import start_child, stop_children
+from dynaserve.local.children import Child, start_child, stop_children
 
 _POLL_INTERVAL_S = 0.5
 _CUTS = re.compile(r'^dynaserve_requests_total\{cut="(yes|no)".*\} (\S+)$', re.MULTILINE)
@@ -81,10 +81,13 @@ def _system(path: Path, table: dict[str, Any]) -> System:
 
 
 @contextmanager
-def running(system: System) -> Iterator[None]:
-    """Starts the system's commands and waits until it lists its models; ends them on leaving. Raises ConfigError."""
+def running(system: System) -> Iterator[Sequence[Child]]:
+    """Starts the system's commands and waits until it lists its models; ends them on leaving. Gives their processes, in order.
+
+    Raises ConfigError.
+    """
     if not system.commands:
-        yield
+        yield ()
         return
     if _answers(system.url):
         raise ConfigError(f"system {system.name}: something answers at {system.url} before it is started")
@@ -101,7 +104,7 @@ def running(system: System) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"system {system.name}: {system.url} does not answer after {system.start_timeout_s:g} s")
                 time.sleep(_POLL_INTERVAL_S)
-            yield
+            yield children
         finally:
             stop_children(children)
 

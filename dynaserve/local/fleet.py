@@ -16,14 +16,13 @@ from types import TracebackType
 
 import httpx
 
+from dynaserve.environment import NO_BUSY_WAIT
 from dynaserve.errors import DynaServeError
 from dynaserve.local.children import Child, start_child, stop_children
 
 HOST = "127.0.0.1"
 POLL_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 1.0
-NO_BUSY_WAIT = "DYNASERVE_NO_BUSY_WAIT"
-"""As in `vllm_plugin.patches`; for stock instances as well, so that a comparison is one."""
 FIXED_PORTS = range(20_000, 32_768)
 """Below those that Linux gives to outgoing connections."""
 
@@ -153,6 +152,7 @@ class LocalFleet:
     def _start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         assert self.log_dir is not None
         stop_children([self.children[name]] if name in self.children else [])
+        # NO_BUSY_WAIT for stock instances as well, so that a comparison is one.
         quiet = {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", NO_BUSY_WAIT: "1"}
         self.children[name] = start_child(name, command, self.log_dir / f"{name}.log", {**quiet, **env, **self.env}, self.stop_timeout_s)
 
