@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-decide bench-fidelity bench-handoff bench-idle bench-predictor bench-scheduler clean runtime dev
+.PHONY: help demo up aborts fuzz soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-decide bench-endurance bench-fidelity bench-frontend bench-handoff bench-idle bench-overload bench-predictor bench-scheduler clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -27,6 +27,12 @@ test-cpp: dev ## run the tests of the C++ core under the address and undefined-b
 soak: dev  ## thousands of random requests over a fleet with little memory (REQUESTS=3000, SEED=n): no token may differ
 	$(BIN)/python -m tests.e2e.soak $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
+aborts: dev ## a thousand clients leave at random moments (REQUESTS=1000, SEED=n): all blocks are free a second later
+	$(BIN)/python -m tests.e2e.aborts $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
+
+fuzz: dev  ## ten thousand malformed requests (CASES=10000, SEED=n): no server error, and nothing is held afterwards
+	$(BIN)/python -m tests.e2e.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
+
 test-chaos: dev ## instances are killed, stopped and started anew under load (ROUNDS=10, REQUESTS=200, SEED=n): no token may differ
 	$(BIN)/python -m tests.e2e.chaos $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
@@ -53,6 +59,15 @@ bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the
 
 bench-idle: runtime ## CPU of instances whose requests all wait for another instance; ARGS=... options
 	$(BIN)/python -m benchmarks.idle $(ARGS)
+
+bench-frontend: runtime ## what the front-end adds to an answer's time and CPU, beside vllm-router where it is installed; ARGS=... options
+	$(BIN)/python -m benchmarks.frontend $(ARGS)
+
+bench-overload: runtime ## three times as many requests as the fleet can serve; ARGS=... options
+	$(BIN)/python -m benchmarks.overload $(ARGS)
+
+bench-endurance: runtime ## memory, files and sockets of a fleet that serves for half an hour; ARGS="--rate R ..." options
+	$(BIN)/python -m benchmarks.endurance $(ARGS)
 
 bench-fidelity: runtime ## two real instances against the simulator with their latencies; QUICK=1 takes ten minutes, ARGS=... options
 	$(BIN)/python -m benchmarks.fidelity $(if $(QUICK),--quick) $(ARGS)

@@ -1,7 +1,8 @@
 """What the hand-over costs: KV that leaves after alpha's last step, and the gap between its last token and beta's first.
 
 Real instances of SmolLM2, one core each. Chunked (KV leaves while alpha computes) and unchunked (it leaves at the end) requests
-take turns in one run; each is cut in the middle. The second part keeps both instances busy with other streams.
+take turns in one run, after four that are not measured; each is cut in the middle. The second part keeps both instances busy with
+other streams.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from dynaserve.local.model import smollm2
 
 SHAPES = ((55, 370), (219, 1467))
 """Prompt and output tokens: means of the paper's workloads (section 6)."""
+ATTEMPTS = 3
+RECORD_TIMEOUT_S = 30.0
 BUSY_STREAMS = 3
 """Of each instance."""
 
@@ -50,6 +53,22 @@ class HandOver:
 
 
 def ask(fleet: LocalFleet, prompt: list[int], outputs: int, *, chunked: bool) -> HandOver:
+    """Asks again, and says so, where there was no hand-over to measure: it was lifted, or an instance was taken for dead."""
+    for _ in range(ATTEMPTS):
+        record, times_s = _ask_once(fleet, prompt, outputs, chunked=chunked)
+        if was_handed_over(record):
+            return _measure(record, times_s)
+        print(f"  NOT MEASURED, as it was not handed over: {json.dumps(record)}", flush=True)
+    raise SystemExit(f"{ATTEMPTS} requests in a row were not handed over")
+
+
+def was_handed_over(record: dict[str, Any]) -> bool:
+    alpha, beta = record["alpha"], record["beta"]
+    return beta is not None and record["lifted"] is None and not (record["lost_attempts"] or alpha["lost"] or beta["lost"])
+
+
+def _ask_once(fleet: LocalFleet, prompt: list[int], outputs: int, *, chunked: bool) -> tuple[dict[str, Any], list[float]]:
+    """The record, and when each token came, by the monotonic clock."""
     split = (len(prompt) + outputs) // 2
     body = {
         "model": str(fleet.model),
@@ -70,17 +89,18 @@ def ask(fleet: LocalFleet, prompt: list[int], outputs: int, *, chunked: bool) ->
                 answer = json.loads(line.removeprefix("data: "))
                 request_id = answer["id"]
                 times_s += [time.monotonic()] * sum(len(choice["token_ids"]) for choice in answer["choices"])
-    return _measure(record_of(fleet, request_id), times_s)
+    return record_of(fleet, request_id), times_s
 
 
 def record_of(fleet: LocalFleet, request_id: str) -> dict[str, Any]:
-    """Once both instances have said that they are done."""
+    """Once both instances have said that they are done, where it was handed over."""
+    deadline_s = time.monotonic() + RECORD_TIMEOUT_S
     while True:
         (record,) = httpx.get(f"{fleet.frontend_url}/dynaserve/requests/{request_id}").raise_for_status().json()["sequences"]
-        if record["beta"] is None or record["lifted"] is not None:
-            raise SystemExit(f"request {request_id} was not cut: {record['lifted'] or record['reason']}")
-        if all(record[side]["computed_tokens"] is not None for side in ("alpha", "beta")):
+        if not was_handed_over(record) or all(record[side]["computed_tokens"] is not None for side in ("alpha", "beta")):
             return dict(record)
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"no instance has told what it did after {RECORD_TIMEOUT_S:g} s: {json.dumps(record)}")
         time.sleep(0.01)
 
 
@@ -169,7 +189,8 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
     rng = random.Random(seed)
     kept: dict[bool, list[HandOver]] = {True: [], False: []}
     with busy(fleet, streams):
-        ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=True)  # opens the channels
+        for chunked in (True, False) * 2:  # opens the channel; the first hand-overs of a fleet take longer
+            ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked)
         for _ in range(requests):
             for chunked in (True, False):
                 kept[chunked].append(ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked))
@@ -186,7 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench-handoff", description=__doc__)
     parser.add_argument("--requests", type=int, default=30, help="of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--short", action="store_true", help="only the short answers")
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--short", action="store_true", help="only the short answers")
+    shapes.add_argument("--long", action="store_true", help="only the long answers")
+    loads = parser.add_mutually_exclusive_group()
+    loads.add_argument("--idle", action="store_true", help="only with instances that are idle otherwise")
+    loads.add_argument("--busy", action="store_true", help="only beside other streams")
     parser.add_argument("--transport", default="torch")
     args = parser.parse_args()
     print(f"command: {' '.join(sys.argv)}; seed {args.seed}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
@@ -198,8 +224,8 @@ def main() -> None:
             log_dir=Path(logs),
         )
         with fleet:
-            for shape in SHAPES[: 1 if args.short else None]:
-                for streams in (0, BUSY_STREAMS):
+            for shape in SHAPES[int(args.long) : 1 if args.short else None]:
+                for streams in (0,) * (not args.busy) + (BUSY_STREAMS,) * (not args.idle):
                     measure(fleet, shape, args.requests, args.seed, streams)
 
 

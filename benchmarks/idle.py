@@ -1,7 +1,8 @@
 """CPU that two instances use while ten alphas stand at their hand-off points on one and ten betas are reserved on the other.
 
-The front-end is stopped (SIGSTOP) after it has sent the requests, so that no `Continue` ever comes; it goes on afterwards, and
-every request must still be answered. Compared with the same instances without any request, in one run.
+The front-end's event loop is held after it has sent the requests, so that no `Continue` comes; its connections stand, as ZeroMQ's own
+thread answers for them. It goes on afterwards, and every request must still be answered. Compared with the same instances without any
+request, in one run.
 """
 
 from __future__ import annotations
@@ -18,30 +19,43 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import psutil
 
+from benchmarks.processes import cpu_s
 from dynaserve.bench.report import machine
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 
-PROMPT_TOKENS, OUTPUT_TOKENS, SPLIT = 600, 40, 610
+PROMPT_TOKENS, OUTPUT_TOKENS, SPLIT = 600, 240, 800
+"""The alphas run for long enough that all requests are there before the first of them stands."""
 DEADLINE_S = 120.0
+HOLD, GO_ON = signal.SIGUSR1, signal.SIGUSR2
+_HOLDABLE = f"""
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [{int(GO_ON)}])
+from dynaserve.cli import main
+signal.signal({int(HOLD)}, lambda *_: signal.sigwait([{int(GO_ON)}]))
+main()
+"""
 
 
-def cpu_s(fleet: LocalFleet) -> list[float]:
+class HoldableFleet(LocalFleet):
+    """Its front-end does nothing from the signal HOLD to the signal GO_ON."""
+
+    def frontend_command(self) -> list[str]:
+        _, *arguments = super().frontend_command()
+        return [sys.executable, "-c", _HOLDABLE, *arguments]
+
+
+def spent_s(fleet: LocalFleet) -> list[float]:
     """CPU seconds of each instance so far, all its processes together."""
-    spent = []
-    for index in range(fleet.instances):
-        times = [psutil.Process(pid).cpu_times() for pid in fleet.pids[f"instance-{index}"]]
-        spent.append(sum(t.user + t.system for t in times))
-    return spent
+    return [cpu_s(fleet.pids[f"instance-{index}"]) for index in range(fleet.instances)]
 
 
 def idle_cores(fleet: LocalFleet, duration_s: float) -> list[float]:
     """Cores that each instance keeps busy, on average."""
-    before, began_s = cpu_s(fleet), time.monotonic()
+    before, began_s = spent_s(fleet), time.monotonic()
     time.sleep(duration_s)
-    after, took_s = cpu_s(fleet), time.monotonic() - began_s
+    after, took_s = spent_s(fleet), time.monotonic() - began_s
     return [(b - a) / took_s for a, b in zip(before, after, strict=True)]
 
 
@@ -81,7 +95,7 @@ def main() -> None:
     print(f"command: {shlex.join(sys.argv)}\nmachine: {json.dumps(machine())}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         options = ["--dynaserve-park-timeout-ms", "600000", "--no-enable-prefix-caching"]
-        fleet = LocalFleet(smollm2(), dtype="bfloat16", vllm_args=options, log_dir=Path(logs))
+        fleet = HoldableFleet(smollm2(), dtype="bfloat16", vllm_args=options, log_dir=Path(logs))
         with fleet, ThreadPoolExecutor(args.requests) as pool:
             ask(fleet, 0)
             alone = idle_cores(fleet, args.duration_s)
@@ -91,12 +105,12 @@ def main() -> None:
                 if any(task.done() for task in tasks):
                     raise SystemExit("a request ended before all of them were there")
                 time.sleep(0.05)
-            os.kill(frontend, signal.SIGSTOP)
+            os.kill(frontend, HOLD)
             try:
                 wait_until_all_wait(fleet, args.requests)
                 waiting = idle_cores(fleet, args.duration_s)
             finally:
-                os.kill(frontend, signal.SIGCONT)
+                os.kill(frontend, GO_ON)
             assert all(task.result() == OUTPUT_TOKENS for task in tasks)
     for index, (without, among) in enumerate(zip(alone, waiting, strict=True)):
         print(

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ import httpx
 
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
+from tests.conftest import mooncake_missing
 from tests.e2e.fleet import NO_KEEP_ALIVE, FleetUnderTest, prompt_of, wait_for
 from tests.e2e.soak import PARAMS, Question
 
 INSTANCES = 3
+TRANSPORTS = ("torch",) if mooncake_missing() else ("torch", "mooncake")
 CLIENTS = 16
 LONGEST_ANSWER = 120
 STOPPED_S = 4.0
@@ -60,8 +62,7 @@ class ChaosFleet:
     def signal(self, index: int, number: signal.Signals, processes: str) -> None:
         """processes: "all" of the instance, its "api" process or the others, its "core"."""
         pids = self.local.pids[f"instance-{index}"]
-        for pid in {"all": pids, "api": pids[:1], "core": pids[1:]}[processes]:
-            os.kill(pid, number)
+        send_signal({"all": pids, "api": pids[:1], "core": pids[1:]}[processes], number)
 
     def leave_and_join(self, index: int) -> float:
         """Under load; nobody notices. Returns 0: nothing died."""
@@ -103,6 +104,14 @@ class ChaosFleet:
             self.wait_until(index, "up")
 
 
+def send_signal(pids: list[int], number: signal.Signals) -> None:
+    """The first of them runs; killing it may end the others before their turn comes."""
+    os.kill(pids[0], number)
+    for pid in pids[1:]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 VIOLENCE: dict[str, Callable[[ChaosFleet, int], float]] = {
     "kill": ChaosFleet.kill,
     "stop": lambda fleet, index: fleet.stop(index, "all"),
@@ -119,8 +128,7 @@ def kill_frontend(fleet: ChaosFleet, streams: int = 6) -> float:
     running = [fleet.under_test.stream(fleet.under_test.body(prompt_of(100, seed=i), max_tokens=500, split=110)) for i in range(streams)]
     for stream in running:
         fleet.under_test.read(stream, 3)
-    for pid in fleet.local.pids["frontend"]:
-        os.kill(pid, signal.SIGKILL)
+    send_signal(fleet.local.pids["frontend"], signal.SIGKILL)
     began_s = time.monotonic()
     for stream in running:
         try:
@@ -167,6 +175,8 @@ def chaos_fleet(log_dir: Path, instances: int = INSTANCES, shutdown_timeout_s: s
             "400",
             "--dynaserve-fleet-secret-file",
             str(secret),
+            "--dynaserve-transports",
+            *TRANSPORTS,
         ],
         frontend_args=["--fleet-secret-file", str(secret)],
         max_model_len=640,
@@ -224,7 +234,7 @@ class Chaos:
         question = rng.choice(self.questions)
         outputs = rng.randrange(2, len(question.answer) + 1)
         split = rng.choice([0, rng.randrange(len(question.prompt) + outputs)])
-        body = self._body(question, outputs, split) | {"stream": True, "request_id": name}
+        body = self._body(question, outputs, split, rng.choice(TRANSPORTS)) | {"stream": True, "request_id": name}
         asked.release()
         got: list[int] = []
         try:
@@ -246,8 +256,9 @@ class Chaos:
                 f"request {name}, {len(question.prompt)} + {outputs} tokens, {question.params}: {len(got)} came, {same} right: {record}"
             )
 
-    def _body(self, question: Question, outputs: int, split: int) -> dict[str, Any]:
-        body = self.fleet.under_test.body(question.prompt, split=split, logprobs=None, max_tokens=outputs) | question.params
+    def _body(self, question: Question, outputs: int, split: int, transport: str | None = None) -> dict[str, Any]:
+        body = self.fleet.under_test.body(question.prompt, split=split, transport=transport, logprobs=None, max_tokens=outputs)
+        body |= question.params
         if "structured_outputs" in body:
             body["ignore_eos"] = False
         return body

@@ -87,7 +87,7 @@ class Soak:
                 shared = [rng.randrange(5, 2000) for _ in range(rng.randrange(0, 200))]
             prompt = shared[: rng.randrange(len(shared) + 1)] + [rng.randrange(5, 2000) for _ in range(rng.randrange(1, 250))]
             question = Question(prompt, rng.choice(PARAMS))
-            question.answer = self._whole_answer(question)
+            question.answer = self._whole_answer(question, self.fleet.frontend)
             self.questions.append(question)
 
     def run(self, requests: int) -> None:
@@ -96,18 +96,21 @@ class Soak:
                 done.result()
 
     def ask_again(self) -> None:
-        """Uncut, with whatever the instances have cached."""
-        for _ in self.fleet.instances:
-            for question in self.questions:
-                if self._whole_answer(question) != question.answer:
-                    self.faults.append(f"the cache answers a prompt of {len(question.prompt)} tokens with {question.params} otherwise")
+        """Every instance, uncut, with whatever it has cached."""
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            asked = [(question, instance) for instance in self.fleet.instances for question in self.questions]
+            answers = pool.map(lambda pair: self._whole_answer(*pair), asked)
+        for (question, instance), answer in zip(asked, answers, strict=True):
+            if answer != question.answer:
+                what = f"a prompt of {len(question.prompt)} tokens with {question.params}"
+                self.faults.append(f"the cache of {instance.base_url} answers {what} otherwise")
 
     def hand_off_counts(self) -> Counter[str]:
         return sum((Counter(state["counts"]) for state in self.fleet.held()), Counter())
 
-    def _whole_answer(self, question: Question) -> list[int]:
+    def _whole_answer(self, question: Question, server: httpx.Client) -> list[int]:
         body = self._body(question, {"max_tokens": LONGEST_ANSWER}, split=0)
-        answer = self.fleet.frontend.post("/v1/completions", json=body)
+        answer = server.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         tokens: list[int] = answer.json()["choices"][0]["token_ids"]
         return tokens

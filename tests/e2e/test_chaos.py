@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.chaos import NOTICED_S, ChaosFleet, chaos, chaos_fleet, kill_all, kill_frontend
 from tests.e2e.fleet import prompt_of
+from tests.e2e.stopped_sender import stop_before_hand_over
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -26,6 +27,12 @@ def test_requests_survive_what_happens_to_one_of_three_instances(chaotic: ChaosF
     run = chaos(chaotic, SEED, ["leave and join", *deaths], requests=40, questions=15)
     assert run.placed_again > 0
     assert min(noticed_s for kind, noticed_s in run.noticed_s if kind in deaths) < NOTICED_S
+
+
+@pytest.mark.parametrize("transport", ["torch", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+def test_a_sender_that_is_stopped_before_it_hands_over_harms_nobody(chaotic: ChaosFleet, transport: str) -> None:
+    kept_blocks = stop_before_hand_over(chaotic, SEED, transport)
+    assert kept_blocks or transport == "torch", "a one-sided sender writes by itself where it was granted to"
 
 
 def test_instances_free_what_a_killed_frontend_has_asked_for(chaotic: ChaosFleet, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -80,6 +82,10 @@ def uncut(fleet: FleetUnderTest, complete_params: Any) -> Any:
     return ask
 
 
+def most_tokens(answer: dict[str, Any]) -> int:
+    return max(len(choice["token_ids"]) for choice in answer["choices"])
+
+
 def split_of(cut: str, outputs: int) -> int:
     return {
         "1": 1,
@@ -94,18 +100,30 @@ def split_of(cut: str, outputs: int) -> int:
     }[cut]
 
 
+@pytest.fixture(scope="module")
+def cut_answers(fleet: FleetUnderTest, uncut: Any) -> Iterator[Any]:
+    """The answers with a feature, by cut: all cuts of a transport are asked at once, so that they meet in mixed batches."""
+    with ThreadPoolExecutor(len(CUTS)) as pool:
+
+        @cache
+        def ask(name: str, transport: str) -> dict[str, Future[dict[str, Any]]]:
+            reference, params = uncut(name)
+            splits = {cut: split_of(cut, most_tokens(reference)) for cut in CUTS}
+            return {cut: pool.submit(answer, fleet, params, split=split, transport=transport) for cut, split in splits.items()}
+
+        yield ask
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_feature_survives_the_cut(fleet: FleetUnderTest, uncut: Any, name: str, cut: str, transport: str) -> None:
-    reference, params = uncut(name)
-    outputs = max(len(choice["token_ids"]) for choice in reference["choices"])
-    split = split_of(cut, outputs)
-    got = answer(fleet, params, split=split, transport=transport)
+def test_a_feature_survives_the_cut(fleet: FleetUnderTest, uncut: Any, cut_answers: Any, name: str, cut: str, transport: str) -> None:
+    reference, _ = uncut(name)
+    got = cut_answers(name, transport)[cut].result()
     assert said(got) == said(reference)
     for record in fleet.records(got["id"]):
-        assert_cut(record, split, exactly=name not in RUNS_ON)
+        assert_cut(record, split_of(cut, most_tokens(reference)), exactly=name not in RUNS_ON)
 
 
 def assert_cut(record: dict[str, Any], split: int, *, exactly: bool) -> None:

@@ -1,0 +1,132 @@
+"""`make bench-overload`: what clients get when three times as many come as the fleet can serve.
+
+Two instances of SmolLM2 with SLO-aware batches, one core each. The load rises until requests are refused; the last load before is
+the fleet's capacity. Then comes a multiple of it. Throughput is counted while requests come, without the time in which the first
+ones fill the fleet and the last ones end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynaserve.bench import options, trial
+from dynaserve.bench.measures import Summary
+from dynaserve.bench.records import RequestRecord
+from dynaserve.bench.report import machine
+from dynaserve.bench.trial import Trial
+from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.model import smollm2
+
+TBT_SLO_MS, TTFT_SLO_MS = 100.0, 5000.0
+WORKLOAD = "fixed:128,32"
+FILLING_S = 10.0
+"""At the beginning of each load, before the fleet is full."""
+STEP = 1.4
+"""The load rises by this factor."""
+REFUSED = "HTTP 429"
+ATTAINMENT, THROUGHPUT = 0.98, 0.9
+"""Goals: least share of the gaps between tokens within the SLO, and least part of the best throughput."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """tokens_per_s: of output, while requests came."""
+
+    rate_per_s: float
+    summary: Summary
+    tokens_per_s: float
+
+    @property
+    def refused(self) -> int:
+        return self.summary.failures.get(REFUSED, 0)
+
+    @property
+    def failed(self) -> int:
+        return self.summary.requests - self.summary.finished - self.refused
+
+    def row(self) -> str:
+        ttft, attainment = self.summary.ttft_ms, self.summary.token_attainment
+        assert ttft is not None
+        assert attainment is not None
+        times = f"{ttft.p50:.0f} | {ttft.p99:.0f} | {attainment:.1%}"
+        counts = f"{self.summary.requests} | {self.summary.finished} | {self.refused} | {self.failed}"
+        return f"| {self.rate_per_s:.2f} | {counts} | {self.tokens_per_s:.1f} | {times} |"
+
+
+def tokens_while_they_came(records: Sequence[RequestRecord], duration_s: float) -> float:
+    """Output tokens per second, from FILLING_S on."""
+    first_s = min(record.due_s for record in records)
+    counted = sum(FILLING_S < at_s - first_s <= duration_s for record in records for at_s in record.token_times_s)
+    return counted / (duration_s - FILLING_S)
+
+
+def measure(url: str, rate_per_s: float, duration_s: float, args: argparse.Namespace) -> Load:
+    chosen = ["--url", url, "--workload", WORKLOAD, "--rate", f"{rate_per_s:g}", "--duration-s", f"{duration_s:g}"]
+    slo = ["--tbt-slo-ms", f"{TBT_SLO_MS:g}", "--max-client-lag-ms", f"{args.max_client_lag_ms:g}"]
+    run: Trial = trial.run(options.parse([*chosen, *slo]), rate_per_s, args.seed, lambda _: None)
+    load = Load(rate_per_s, run.summary, tokens_while_they_came(run.records, duration_s))
+    print(load.row(), flush=True)
+    return load
+
+
+def overload(url: str, args: argparse.Namespace) -> bool:
+    """Whether every goal is reached."""
+    print("| requests/s | asked | 200 | 429 | otherwise | output tokens/s | TTFT P50, ms | P99 | gaps within the SLO |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    rising = [measure(url, args.first_rate, args.step_s, args)]
+    while not rising[-1].refused:
+        if rising[-1].failed:
+            raise SystemExit(f"requests failed before the fleet had too many: {rising[-1].summary.failure_examples}")
+        rising.append(measure(url, rising[-1].rate_per_s * STEP, args.step_s, args))
+    if len(rising) == 1:
+        raise SystemExit(f"the fleet refuses requests at {args.first_rate:g} requests/s already: choose a lower --first-rate")
+    capacity = rising[-2].rate_per_s
+    over = measure(url, args.times * capacity, args.overload_s, args)
+    best = max(load.tokens_per_s for load in rising)
+    part = over.tokens_per_s / best
+    attainment = over.summary.token_attainment or 0.0
+    print(f"\ncapacity {capacity:.2f} requests/s; {args.times:g} times that for {args.overload_s:g} s:")
+    goals = {
+        f"refused: {over.refused} of {over.summary.requests} (goal: some, or nothing was overloaded)": over.refused > 0,
+        f"answered otherwise than with 200 or 429: {over.failed} (goal 0) {over.summary.failure_examples}": not over.failed,
+        f"gaps of accepted requests within {TBT_SLO_MS:g} ms: {attainment:.1%} (goal {ATTAINMENT:.0%})": attainment >= ATTAINMENT,
+        f"throughput over the best of the loads before: {part:.2f} (goal {THROUGHPUT})": part >= THROUGHPUT,
+    }
+    for text, reached in goals.items():
+        print(f"  {'reached' if reached else 'MISSED'}: {text}")
+    return all(goals.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench-overload", description=__doc__)
+    parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second (default: %(default)s)")
+    parser.add_argument("--step-s", type=float, default=40.0, help="how long each load of the rise takes (default: %(default)s)")
+    parser.add_argument("--times", type=float, default=3.0, help="the capacity (default: %(default)s)")
+    parser.add_argument("--overload-s", type=float, default=120.0, help="(default: %(default)s)")
+    parser.add_argument("--max-client-lag-ms", type=float, default=100.0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    print(f"command: {shlex.join(sys.argv)}; seed {args.seed}\nmachine: {json.dumps(machine())}", flush=True)
+    print(f"{WORKLOAD}, Poisson arrivals; SLO: TBT {TBT_SLO_MS:g} ms, TTFT {TTFT_SLO_MS:g} ms\n", flush=True)
+    with tempfile.TemporaryDirectory() as logs:
+        fleet = LocalFleet(
+            smollm2(),
+            dtype="bfloat16",
+            vllm_args=["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{TBT_SLO_MS:g}", "--no-enable-prefix-caching"],
+            frontend_args=["--fleet-tbt-slo-ms", f"{TBT_SLO_MS:g}", "--fleet-ttft-slo-ms", f"{TTFT_SLO_MS:g}"],
+            log_dir=Path(logs),
+        )
+        with fleet:
+            reached = overload(fleet.frontend_url, args)
+    raise SystemExit(0 if reached else 1)
+
+
+if __name__ == "__main__":
+    main()
