@@ -1,8 +1,8 @@
 """What the hand-over costs: KV that leaves after alpha's last step, and the gap between its last token and beta's first.
 
 Real instances of SmolLM2, one core each. Chunked (KV leaves while alpha computes) and unchunked (it leaves at the end) requests
-take turns in one run, after four that are not measured; each is cut in the middle. The second part keeps both instances busy with
-other streams.
+take turns in one run, after four short ones that are not measured; each is cut in the middle. The second part keeps both instances
+busy with other streams.
 """
 
 from __future__ import annotations
@@ -190,10 +190,12 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
     kept: dict[bool, list[HandOver]] = {True: [], False: []}
     with busy(fleet, streams):
         for chunked in (True, False) * 2:  # opens the channel; the first hand-overs of a fleet take longer
-            ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked)
-        for _ in range(requests):
+            ask(fleet, _prompt(rng, SHAPES[0][0]), SHAPES[0][1], chunked=chunked)
+        for number in range(requests):
             for chunked in (True, False):
-                kept[chunked].append(ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked))
+                measured = ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked)
+                kept[chunked].append(measured)
+                print(f"  {number}: gap {measured.gap_ms:.1f} ms, median TBT {measured.tbt_ms:.1f} ms", flush=True)
     load = f"{streams} other streams an instance" if streams else "idle"
     for chunked, hand_overs in kept.items():
         report(f"{prompt_tokens}+{outputs}, {'chunked' if chunked else 'unchunked'}, {load}", hand_overs)
