@@ -417,6 +417,8 @@ class PlacementReason(enum.Enum):
 
     balanced = 10
 
+    whole_only = 11
+
 class RevisionReason(enum.Enum):
     """Why a hand-off was changed on the way."""
 
@@ -444,7 +446,7 @@ class Policy(enum.Enum):
 class InstanceState:
     """What an instance reports about itself."""
 
-    def __init__(self, instance_id: str, accepts_new: bool = True, limits: InstanceLimits = ...) -> None: ...
+    def __init__(self, instance_id: str, accepts_new: bool = True, limits: InstanceLimits = ..., whole_only: bool = False) -> None: ...
 
     @property
     def instance_id(self) -> str: ...
@@ -454,6 +456,9 @@ class InstanceState:
 
     @property
     def limits(self) -> InstanceLimits: ...
+
+    @property
+    def whole_only(self) -> bool: ...
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -498,7 +503,7 @@ class CachedPrefix:
 class RequestSpec:
     """What the scheduler knows about a request."""
 
-    def __init__(self, *, request_id: str, prompt_tokens: int, max_output_tokens: int, expected_output_tokens: int, forced_split: int | None = None, may_cut: bool = True, likely_output_tokens: int = 0, slo: Slo = ..., cached: Sequence[CachedPrefix] = []) -> None: ...
+    def __init__(self, *, request_id: str, prompt_tokens: int, max_output_tokens: int, expected_output_tokens: int, forced_split: int | None = None, may_cut: bool = True, likely_output_tokens: int = 0, slo: Slo = ..., cached: Sequence[CachedPrefix] = [], fits_whole_only: bool = False) -> None: ...
 
     @property
     def request_id(self) -> str: ...
@@ -526,6 +531,9 @@ class RequestSpec:
 
     @property
     def cached(self) -> tuple[CachedPrefix, ...]: ...
+
+    @property
+    def fits_whole_only(self) -> bool: ...
 
     def __eq__(self, arg: object, /) -> bool: ...
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from dynaserve import latency_profile
+from dynaserve import latency_profile, stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, may_reach
 from dynaserve.latency_profile import ProfileKey
@@ -21,8 +21,10 @@ from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, Meas
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
+_NOT_TOLD_BY_STOCK = ("dtype", "device", "parallelism", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
 
 RECENT_STEPS = 32
+ALLOW_STOCK_OPTION = "--allow-stock"
 
 
 @dataclass
@@ -42,14 +44,22 @@ class Instance:
         self.recent_steps.extend(load.steps)
 
 
-def describe(url: str, timeout_s: float = 10.0) -> InstanceDescription:
-    """Asks an instance who it is; raises ConfigError in one sentence if it does not answer as one."""
+def describe(url: str, timeout_s: float = 10.0, *, allow_stock: bool = False) -> InstanceDescription:
+    """Asks an instance who it is; raises ConfigError in one sentence if it does not answer as one.
+
+    allow_stock: a vLLM server without the plugin is one, too.
+    """
     try:
         answer = httpx.get(f"{url}/dynaserve/instance", timeout=timeout_s)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # a host name may be no host name (UnicodeError)
         raise ConfigError(f"instance {url} does not answer: {error}") from error
     if answer.status_code == httpx.codes.NOT_FOUND:
-        raise ConfigError(f"instance {url} is not a DynaServe instance: start it with `vllm serve MODEL --plugin dynaserve`")
+        if allow_stock:
+            return _describe_stock(url, timeout_s)
+        raise ConfigError(
+            f"instance {url} is not a DynaServe instance: start it with `vllm serve MODEL --plugin dynaserve`, "
+            f"or give {ALLOW_STOCK_OPTION} to have it take whole requests"
+        )
     if answer.is_error:
         raise ConfigError(f"instance {url} answers HTTP {answer.status_code}: {answer.text[:200]}")
     try:
@@ -58,20 +68,27 @@ def describe(url: str, timeout_s: float = 10.0) -> InstanceDescription:
         raise ConfigError(f"instance {url} describes itself in another format (version mismatch?): {error}") from error
 
 
-def join(urls: Sequence[str]) -> list[Instance]:
+def _describe_stock(url: str, timeout_s: float) -> InstanceDescription:
+    try:
+        return stock.describe(url, lambda path: httpx.get(f"{url}{path}", timeout=timeout_s))
+    except httpx.HTTPError as error:
+        raise ConfigError(f"instance {url} does not answer: {error}") from error
+
+
+def join(urls: Sequence[str], *, allow_stock: bool = False) -> list[Instance]:
     """The fleet of these URLs, in their order; raises ConfigError, naming both values, where two do not fit."""
     names = [url.rstrip("/") for url in urls]
     if len(set(names)) != len(names):
         raise ConfigError(f"an instance is named twice: {' '.join(names)}")
-    return _checked([Instance(name, describe(name)) for name in names])
+    return _checked([Instance(name, describe(name, allow_stock=allow_stock)) for name in names])
 
 
-def join_present(urls: Sequence[str]) -> list[Instance]:
+def join_present(urls: Sequence[str], *, allow_stock: bool = False) -> list[Instance]:
     """As `join`, of those that answer, of which there must be one: the others may come later."""
 
     def ask(name: str) -> Instance | ConfigError:
         try:
-            return Instance(name, describe(name))
+            return Instance(name, describe(name, allow_stock=allow_stock))
         except ConfigError as error:
             return error
 
@@ -87,16 +104,41 @@ def join_present(urls: Sequence[str]) -> list[Instance]:
 
 
 def _checked(instances: list[Instance]) -> list[Instance]:
+    first = reference_of(instances)
     for instance in instances:
-        check(instance, instances[0])
-    return instances
+        check(instance, first)
+        if instance.description.stock:
+            logger.warning("instance %s takes whole requests only: %s", instance.instance_id, stock.OBSTACLE)
+    return [completed(instance, first) for instance in instances]
+
+
+def reference_of(instances: Sequence[Instance]) -> Instance:
+    """The first one with the plugin, which all others must fit. Raises ConfigError where there is none."""
+    for instance in instances:
+        if not instance.description.stock:
+            return instance
+    raise ConfigError(
+        "none of the instances is a DynaServe instance: start one at least with `vllm serve MODEL --plugin dynaserve`, "
+        f"{instances[0].instance_id} is a vLLM server without the plugin"
+    )
+
+
+def completed(instance: Instance, first: Instance) -> Instance:
+    """With what a server without the plugin does not tell, as `first` has it."""
+    if not instance.description.stock:
+        return instance
+    told_by_none = {name: getattr(first.description, name) for name in _NOT_TOLD_BY_STOCK}
+    return Instance(instance.instance_id, msgspec.structs.replace(instance.description, **told_by_none))
 
 
 def check(instance: Instance, first: Instance) -> None:
-    """Raises ConfigError, naming both values, if `instance` cannot serve and exchange KV beside `first`."""
+    """Raises ConfigError, naming both values, if `instance` cannot serve and exchange KV beside `first`, which has the plugin."""
     name, ours, theirs = instance.instance_id, first.description, instance.description
     if theirs.protocol_version != PROTOCOL_VERSION:
         raise ConfigError(f"instance {name} speaks protocol {theirs.protocol_version}, this front-end {PROTOCOL_VERSION}")
+    if theirs.stock:
+        _check_stock(instance, first)
+        return
     for attribute in _MUST_BE_EQUAL:
         if (mine := getattr(ours, attribute)) != (other := getattr(theirs, attribute)):
             raise ConfigError(f"{attribute} differs: {first.instance_id} has {mine}, {name} has {other}")
@@ -107,9 +149,21 @@ def check(instance: Instance, first: Instance) -> None:
             raise ConfigError(f"KV layout differs: {first.instance_id} has {mine.kv_layout}; {name} has {other.kv_layout}")
 
 
+def _check_stock(instance: Instance, first: Instance) -> None:
+    mine, other = first.description, instance.description
+    if mine.model != other.model:
+        raise ConfigError(f"model differs: {first.instance_id} has {mine.model}, {instance.instance_id} has {other.model}")
+    # `/version` says nothing of the build: 0.32.0 for 0.32.0+cpu.
+    if mine.vllm_version.partition("+")[0] != other.vllm_version.partition("+")[0]:
+        versions = f"{first.instance_id} has {mine.vllm_version}, {instance.instance_id} has {other.vllm_version}"
+        raise ConfigError(f"vllm_version differs: {versions}")
+
+
 def check_reach(instance: Instance, secret: FleetSecret | None) -> None:
     """Raises ConfigError if a front-end with this secret, or without one, may not open a connection to the instance's gateway."""
     name, description = instance.instance_id, instance.description
+    if description.stock:
+        return  # docs/security.md
     if description.secured and secret is None:
         raise ConfigError(f"instance {name} has a fleet secret, this front-end has none: give --fleet-secret-file")
     if not description.secured and secret is not None:
@@ -154,6 +208,7 @@ def profile_check(profile: Path) -> Callable[[Instance], None]:
 
 def choose_transport(instances: Sequence[Instance], wanted: str | None) -> str:
     """The transport for hand-offs: `wanted`, or the first one of the first instance that all others offer as well."""
+    instances = [instance for instance in instances if not instance.description.stock]
     offered = [list(worker.endpoint.transports) for instance in instances for worker in instance.description.workers]
     common = [name for name in offered[0] if all(name in names for names in offered)]
     if wanted is None and common:

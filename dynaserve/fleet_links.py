@@ -19,7 +19,7 @@ from dynaserve import fleet
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_secret import FleetSecret
-from dynaserve.instance_link import InstanceLink, LinkLost
+from dynaserve.instance_link import InstanceLink, Link, LinkLost
 from dynaserve.liveness import Changed, FleetLiveness, Health
 from dynaserve.messages import InstanceDescription, Pulse, ToInstance
 
@@ -36,7 +36,8 @@ class FleetLinks:
 
     on_message: gets every message of a living instance, in order. on_change: gets every change of its health; UP comes before
     the first message and DEAD after the last one. on_tick: called again and again with the time. on_fault: gets what must not happen.
-    describe: asks an instance, by its URL, who it is; called in a thread. secret: of the fleet; None: loopback only.
+    describe: asks an instance, by its URL and a time limit in seconds, who it is; called in a thread. secret: of the fleet; None:
+    loopback only. link_to_stock: makes the link to a server without the plugin.
     """
 
     frontend_id: str
@@ -44,12 +45,13 @@ class FleetLinks:
     on_change: Callable[[Changed], Awaitable[None]]
     on_tick: Callable[[float], Awaitable[None]]
     on_fault: Callable[[BaseException], None]
-    describe: Callable[[str], InstanceDescription] = lambda url: fleet.describe(url, ANSWER_TIMEOUT_S)
+    describe: Callable[[str, float], InstanceDescription] = fleet.describe
     liveness: FleetLiveness = field(default_factory=FleetLiveness)
     secret: FleetSecret | None = None
+    link_to_stock: Callable[[Instance], Link] | None = None
     also_check: Callable[[Instance], None] = fleet.suits_any_policy
     instances: dict[str, Instance] = field(default_factory=dict)
-    _links: dict[str, InstanceLink] = field(default_factory=dict)
+    _links: dict[str, Link] = field(default_factory=dict)
     _rejoining: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -102,7 +104,9 @@ class FleetLinks:
         name = instance.instance_id
         if name in self._adding or name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already, or is just joining")
-        self._check_fits(instance, next(iter(self.instances.values())))
+        reference = fleet.reference_of(list(self.instances.values()))
+        self._check_fits(instance, reference)
+        instance = fleet.completed(instance, reference)
         self._adding.add(name)
         try:
             await self._join(instance, ANSWER_TIMEOUT_S)
@@ -121,12 +125,15 @@ class FleetLinks:
             await self.on_change(change)
         self.instances.pop(instance_id, None)
 
+    async def ask(self, url: str, timeout_s: float) -> Instance:
+        """Who is there. Raises ConfigError where nobody answers as an instance."""
+        return Instance(url, await asyncio.to_thread(self.describe, url, timeout_s))
+
     # -- joining -------------------------------------------------------------------------------------------------------
 
     async def _join(self, instance: Instance, timeout_s: float) -> None:
         fleet.check_reach(instance, self.secret)
-        self._session += 1
-        link = InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session, self.secret)
+        link = self._link_to(instance)
         try:
             await link.open(instance.description.instance_epoch, timeout_s)
         except BaseException:
@@ -140,6 +147,13 @@ class FleetLinks:
         self.spawn(self._listen(name, link))
         self.spawn(self._wait_for_end(name, link))
 
+    def _link_to(self, instance: Instance) -> Link:
+        if instance.description.stock:
+            assert self.link_to_stock is not None
+            return self.link_to_stock(instance)
+        self._session += 1
+        return InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session, self.secret)
+
     def _check_fits(self, instance: Instance, reference: Instance) -> None:
         fleet.check(instance, reference)
         self.also_check(instance)
@@ -151,10 +165,9 @@ class FleetLinks:
         told = ""
         while True:
             try:
-                description = await asyncio.to_thread(self.describe, name)
-                instance = Instance(name, description)
+                instance = await self.ask(name, ANSWER_TIMEOUT_S)
                 self._check_fits(instance, reference)
-                await self._join(instance, ANSWER_TIMEOUT_S)
+                await self._join(fleet.completed(instance, reference), ANSWER_TIMEOUT_S)
             except ConfigError as error:
                 if str(error) != told:
                     told = str(error)
@@ -166,7 +179,7 @@ class FleetLinks:
 
     # -- living --------------------------------------------------------------------------------------------------------
 
-    async def _listen(self, name: str, link: InstanceLink) -> None:
+    async def _listen(self, name: str, link: Link) -> None:
         try:
             while True:
                 frames = await link.receive()
@@ -176,7 +189,7 @@ class FleetLinks:
         except LinkLost:
             return
 
-    async def _wait_for_end(self, name: str, link: InstanceLink) -> None:
+    async def _wait_for_end(self, name: str, link: Link) -> None:
         try:
             reason = await link.ended()
         except LinkLost:
@@ -199,7 +212,8 @@ class FleetLinks:
                 self._links.pop(change.instance_id).close()
                 if not self._links:
                     self._deserted_since_s = time.monotonic()
-                self._rejoining[change.instance_id] = self._start(self._rejoin(change.instance_id, self.instances[change.instance_id]))
+                reference = fleet.reference_of([self.instances[change.instance_id], *self.instances.values()])
+                self._rejoining[change.instance_id] = self._start(self._rejoin(change.instance_id, reference))
             await self.on_change(change)
 
     async def heard(self, instance_id: str, pulse: Pulse | None) -> None:

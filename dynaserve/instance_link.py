@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -37,6 +37,18 @@ def keep_alive(socket: zmq.Socket[Any]) -> None:
 
 class LinkLost(Exception):
     """The connection has ended; the sentence says what was observed."""
+
+
+class Link(Protocol):
+    """What `FleetLinks` needs of a connection to an instance: `InstanceLink`, or that to a server without the plugin."""
+
+    closed: bool
+
+    async def open(self, instance_epoch: str, timeout_s: float) -> None: ...
+    async def send(self, message: ToInstance, frames: Sequence[Any] = ()) -> None: ...
+    async def receive(self) -> list[bytes]: ...
+    async def ended(self) -> str: ...
+    def close(self, *, bye: bool = False) -> None: ...
 
 
 class InstanceLink:

@@ -310,3 +310,5 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     workers: list[WorkerDescription]
     secured: bool = False
     """Its sockets hear only who has the fleet secret."""
+    stock: bool = False
+    """A vLLM server without the plugin, which is asked over HTTP (`dynaserve.stock`); gateway is its URL then."""

@@ -26,7 +26,7 @@ _CANDIDATE = ("alpha", "beta", "split_token", "ttft_ms", "objective_ms")
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """A request as the front-end knows it at its arrival. tbt_ms, ttft_ms: its own SLOs; None: the fleet's. cache_key: what a
-    cached prefix must be equal in beside its tokens."""
+    cached prefix must be equal in beside its tokens. fits_stock: a server without the plugin computes exactly this."""
 
     request_id: str
     lengths: LengthQuery
@@ -36,6 +36,7 @@ class RequestFacts:
     ttft_ms: float | None = None
     token_ids: Sequence[int] = ()
     cache_key: Hashable = None
+    fits_stock: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,9 @@ class RequestPlacer:
             kv_tokens=description.num_blocks * description.block_size,
             step_ms=self.tbt_slo_ms * self.step_share,
         )
-        self.scheduler.observe(InstanceState(instance_id, accepts_new, limits))
-        if self.predicts and description.prefix_caching and instance_id not in self._caches:
+        self.scheduler.observe(InstanceState(instance_id, accepts_new, limits, description.stock))
+        # A whole-only instance is chosen by its load alone (cpp_scheduler, `ChooseWholeOnly`).
+        if self.predicts and description.prefix_caching and not description.stock and instance_id not in self._caches:
             self._caches[instance_id] = CachedPrefixes(description.num_blocks)
             self._block_size = description.block_size
 
@@ -133,6 +135,7 @@ class RequestPlacer:
                 likely_output_tokens=forecast.likely_tokens,
                 slo=slo,
                 cached=self._cached(facts),
+                fits_whole_only=facts.fits_stock,
             ),
             now_ms,
         )

@@ -43,6 +43,7 @@ class FrontendConfig:
     most_body_bytes: int = MOST_BODY_BYTES
     also_check: Callable[[Instance], None] = fleet.suits_any_policy
     """Raises ConfigError for an instance that the policy cannot use, now or when it joins later."""
+    allow_stock: bool = False
 
 
 def add_arguments(parser: Any) -> None:
@@ -99,6 +100,11 @@ def add_arguments(parser: Any) -> None:
         help="a line of at least 32 characters, the same in the whole fleet and readable by its owner only; "
         "instances that are not at loopback need it (default: none)",
     )
+    group.add_argument(
+        fleet.ALLOW_STOCK_OPTION,
+        action="store_true",
+        help="instances may be vLLM servers without the plugin: they take whole requests, over HTTP in the clear",
+    )
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
 
@@ -122,7 +128,8 @@ def configure(argv: list[str]) -> FrontendConfig:
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
     secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None
-    instances = fleet.join(urls) if args.instances_file is None else fleet.join_present(urls)
+    join = fleet.join if args.instances_file is None else fleet.join_present
+    instances = join(urls, allow_stock=args.allow_stock)
     also_check = fleet.profile_check(args.latency_profile) if predicts(policy.policy) else fleet.suits_any_policy
     for instance in instances:
         fleet.check_reach(instance, secret)
@@ -140,6 +147,7 @@ def configure(argv: list[str]) -> FrontendConfig:
         secret,
         args.max_body_bytes,
         also_check,
+        args.allow_stock,
     )
 
 

@@ -12,9 +12,19 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from dynaserve.local.fleet import free_ports
+
+METRICS = """\
+vllm:num_requests_running{engine="0",model_name="toy"} 2.0
+vllm:num_requests_running{engine="1",model_name="toy"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="toy"} 5.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="toy",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="toy"} 0.5
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+"""
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,8 @@ class Act:
     status: answers with that. delay_s: before each event. per_event: tokens in one event. usage: `each` event, `end` or `never`.
     cut_after, error_after, stop_after: after that many tokens the connection is cut, an error event is sent, or the answer ends.
     gather: nothing is answered before that many requests have come. lose: prompt tokens that are not counted, of prompts over 2.
-    strict: refuses fields of vLLM. slots: requests that are answered at a time, the others wait in a queue; 0: all.
+    strict: refuses fields of vLLM. health: status of /health. slots: requests that are answered at a time, the others wait in a
+    queue; 0: all.
     """
 
     status: int = 200
@@ -37,6 +48,7 @@ class Act:
     gather: int = 0
     lose: int = 0
     strict: bool = False
+    health: int = 200
     slots: int = 0
 
 
@@ -59,12 +71,15 @@ class CompletionServer:
     def app(self) -> FastAPI:
         app = FastAPI()
         app.get("/v1/models")(self._list)
+        app.get("/version")(lambda: {"version": "1.2.3"})
+        app.get("/health", response_model=None)(lambda: Response(status_code=self.act.health))
+        app.get("/metrics", response_class=PlainTextResponse)(lambda: METRICS)
         app.post("/v1/completions", response_model=None)(self._complete)
         return app
 
     async def _list(self) -> dict[str, Any]:
         adapters = [{"id": name, "parent": self.models[0]} for name in self.adapters]
-        return {"data": [{"id": name} for name in self.models] + adapters}
+        return {"data": [{"id": name, "root": "/models/toy", "max_model_len": 64} for name in self.models] + adapters}
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
@@ -106,7 +121,8 @@ async def _events(body: dict[str, Any], act: Act) -> AsyncIterator[str]:
         tokens = min(act.per_event, wanted - made)
         made += tokens
         finish = None if made < wanted else "stop" if act.stop_after is not None else "length"
-        event: dict[str, Any] = {"choices": [{"text": "a" * tokens, "finish_reason": finish}]}
+        choice = {"text": "a" * tokens, "finish_reason": finish} | ({"token_ids": [7] * tokens} if body.get("return_token_ids") else {})
+        event: dict[str, Any] = {"choices": [choice]}
         yield _data(event | ({"usage": _usage(prompt_tokens, made)} if act.usage == "each" else {}))
     if act.usage != "never":
         yield _data({"choices": [], "usage": _usage(prompt_tokens, made)})

@@ -261,7 +261,7 @@ def test_an_instance_that_is_added_twice_at_the_same_time_joins_once(monkeypatch
     async def scenario(fleet: Fleet) -> None:
         new, name = Gateway("new"), "http://new"
         new.start(zmq.asyncio.Context.instance())
-        monkeypatch.setattr("dynaserve.fleet.describe", lambda _: described(name, new))
+        monkeypatch.setattr(fleet.client._links, "describe", lambda *_: described(name, new))
         results = await asyncio.gather(*(fleet.client.add_instance(name) for _ in range(3)), return_exceptions=True)
         assert sorted(type(result).__name__ for result in results) == ["ConfigError", "ConfigError", "NoneType"]
         pulses = new.pulses

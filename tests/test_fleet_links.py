@@ -126,7 +126,7 @@ class Frontend:
     async def on_tick(self, now_s: float) -> None:
         assert now_s > 0
 
-    def description_of(self, url: str) -> InstanceDescription:
+    def description_of(self, url: str, _: float = 1.0) -> InstanceDescription:
         gateway = self.gateways.get(url, self.gateway)
         return description(gateway.address, gateway.epoch)
 
@@ -285,7 +285,7 @@ def test_an_instance_that_is_another_one_now_stays_out() -> None:
         frontend.gateway = Gateway("second")
         frontend.gateway.start(context)
         other = msgspec.structs.replace(description(frontend.gateway.address, "second"), dtype="bfloat16")
-        frontend.links.describe = lambda _: other
+        frontend.links.describe = lambda *_: other
         await until(lambda: (Health.DEAD, 1) in frontend.healths)
         await asyncio.sleep(0.7)
         assert frontend.healths[-1] == (Health.DEAD, 1)

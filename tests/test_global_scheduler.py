@@ -50,6 +50,7 @@ def requests(draw: st.DrawFn, request_id: str = "r") -> RequestSpec:
         expected_output_tokens=draw(st.integers(0, 250)),
         forced_split=draw(st.none() | st.integers(0, prompt_tokens + max_output_tokens)),
         may_cut=draw(st.sampled_from([True, True, True, False])),
+        fits_whole_only=draw(st.booleans()),
     )
 
 
@@ -66,6 +67,12 @@ def simple_request(request_id: str = "r", *, forced_split: int | None = None, ma
 
 def computed_tokens(prompt_tokens: int, output_tokens: int) -> int:
     return prompt_tokens + max(output_tokens - 1, 0)
+
+
+def fitting_request(request_id: str, fits_whole_only: bool) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id, prompt_tokens=10, max_output_tokens=20, expected_output_tokens=11, fits_whole_only=fits_whole_only
+    )
 
 
 def limit_end(request: RequestSpec) -> int:
@@ -112,6 +119,23 @@ def test_draining_instances_get_no_new_work(make_scheduler: MakeScheduler) -> No
     scheduler = make_scheduler()
     scheduler.observe(InstanceState("a", accepts_new=False))
     assert scheduler.place(simple_request()) == Placement(MicroRequest("b", 0, 20), None, PlacementReason.single_instance)
+
+
+@pytest.mark.parametrize("policy", ["colocated", "disaggregated", "fixed:0.3"])
+def test_a_whole_only_instance_takes_its_turns_of_what_fits_it(make_scheduler: MakeScheduler, policy: str) -> None:
+    scheduler = make_scheduler(policy)
+    scheduler.observe(InstanceState("c", whole_only=True))
+    placements = [scheduler.place(fitting_request(str(number), fits)) for number, fits in enumerate([False, False, True, True])]
+    names = [[part.instance_id for part in parts(placement)] for placement in placements if placement]
+    assert names[2] == ["c"]
+    assert not any("c" in others for others in (names[0], names[1], names[3]))
+
+
+def test_what_does_not_fit_the_only_instance_is_not_placed(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(instances="")
+    scheduler.observe(InstanceState("a", whole_only=True))
+    assert scheduler.place(fitting_request("1", False)) is None
+    assert scheduler.place(fitting_request("2", True)) == Placement(MicroRequest("a", 0, 20), None, PlacementReason.whole_only)
 
 
 def test_colocated_instances_take_turns(make_scheduler: MakeScheduler) -> None:
@@ -285,6 +309,7 @@ def renamed(request: RequestSpec, request_id: str) -> RequestSpec:
         expected_output_tokens=request.expected_output_tokens,
         forced_split=request.forced_split,
         may_cut=request.may_cut,
+        fits_whole_only=request.fits_whole_only,
     )
 
 
@@ -297,6 +322,7 @@ class Model:
 
     options: Options
     accepts_new: dict[str, bool] = field(default_factory=dict)
+    whole_only: set[str] = field(default_factory=set)
     last_used: dict[str, int] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     num_reservations: int = 0
@@ -317,6 +343,11 @@ class Model:
 
     def place(self, request: RequestSpec) -> Placement | None:
         accepting = sorted(instance_id for instance_id, accepts_new in self.accepts_new.items() if accepts_new)
+        least = min(accepting, key=self._preference, default=None)
+        cut_by_hand = request.forced_split is not None and request.may_cut
+        if request.fits_whole_only and not cut_by_hand and least in self.whole_only:
+            return Placement(MicroRequest(least, 0, expected_end(request)), None, PlacementReason.whole_only)
+        accepting = [instance_id for instance_id in accepting if instance_id not in self.whole_only]
         if not accepting:
             return None
         alphas, betas = self._groups(accepting)
@@ -374,10 +405,11 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
         for instance_id in sorted(instance_ids):
             self.observe(instance_id, True)
 
-    @rule(instance_id=st.sampled_from(INSTANCE_IDS), accepts_new=st.booleans())
-    def observe(self, instance_id: str, accepts_new: bool) -> None:
-        self.scheduler.observe(InstanceState(instance_id, accepts_new))
+    @rule(instance_id=st.sampled_from(INSTANCE_IDS), accepts_new=st.booleans(), whole_only=st.booleans())
+    def observe(self, instance_id: str, accepts_new: bool, whole_only: bool = False) -> None:
+        self.scheduler.observe(InstanceState(instance_id, accepts_new, whole_only=whole_only))
         self.model.accepts_new[instance_id] = accepts_new
+        (self.model.whole_only.add if whole_only else self.model.whole_only.discard)(instance_id)
 
     @rule(instance_id=st.sampled_from(INSTANCE_IDS))
     def remove(self, instance_id: str) -> None:

@@ -16,7 +16,7 @@ from http import HTTPStatus
 
 from vllm.v1.engine import EngineCoreRequest
 
-from dynaserve import fleet, frontend_metrics
+from dynaserve import fleet, frontend_metrics, stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
@@ -31,6 +31,8 @@ from vllm_plugin.orphans import Orphans
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
+ADD_TIMEOUT_S = 10.0
+"""For an instance that is added to say who it is."""
 MOST_LOST = 3
 """Instances that one request may lose: it may be what ends them (decision 8)."""
 
@@ -95,7 +97,7 @@ class Failover:
             self._stopping.discard(name)
             if (loading := self._loading.pop(name, None)) is not None:
                 loading.cancel()
-        elif change.reason == JOINED and self._adapters.loaded:
+        elif change.reason == JOINED and self._adapters.loaded and not self.instances[name].description.stock:
             self._loading[name] = self._links.spawn(self._load_adapters(name))
         await self._take_new_requests()
         match change.health:
@@ -149,7 +151,9 @@ class Failover:
         elif name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already")
         else:
-            instance = Instance(name, await asyncio.to_thread(fleet.describe, name))
+            instance = await self._links.ask(name, ADD_TIMEOUT_S)
+            if instance.description.stock:
+                logger.warning("instance %s takes whole requests only: %s", name, stock.OBSTACLE)
             fleet.choose_transport([*self.instances.values(), instance], self._transport)
             await self._links.add(instance)
 
@@ -162,8 +166,8 @@ class Failover:
         if name not in self.instances:
             raise ConfigError(f"instance {name} is not in the fleet")
         staying = self.instances.keys() - self._draining - {name}
-        if not any(self._links.liveness.health(other) is not Health.DEAD for other in staying):
-            raise ConfigError(f"instance {name} is the last one of the fleet that lives")
+        if not any(self._links.liveness.health(o) is not Health.DEAD and not self.instances[o].description.stock for o in staying):
+            raise ConfigError(f"instance {name} is the last one of the fleet that lives and has the plugin")
         self._draining.add(name)
         await self._take_new_requests()
         await self.let_go()

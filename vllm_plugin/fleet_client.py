@@ -13,6 +13,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,7 @@ from vllm_plugin.requests import (
     check_frames,
     why_whole,
 )
+from vllm_plugin.stock_link import StockLink, carries
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -108,6 +110,8 @@ class FleetClient(Failover):
         admission: Admission | None = None,
         secret: FleetSecret | None = None,
         also_check: Callable[[Instance], None] = fleet.suits_any_policy,
+        *,
+        allow_stock: bool = False,
     ) -> None:
         self.book = RecordBook()
         self.watchers: list[Callable[[RequestRecord, Mapping[str, str] | None], None]] = []
@@ -127,6 +131,8 @@ class FleetClient(Failover):
             self._on_tick,
             self._on_fault,
             secret=secret,
+            describe=partial(fleet.describe, allow_stock=allow_stock),
+            link_to_stock=StockLink,
             also_check=also_check,
         )
         self._links.instances |= {instance.instance_id: instance for instance in instances}
@@ -159,13 +165,16 @@ class FleetClient(Failover):
         if self._links.deserted_s(now_s) > PATIENCE_S:
             frontend_metrics.UNAVAILABLE.labels(NoInstance.status).inc()
             raise NoInstance("no instance of the fleet is alive")
-        check_extra_args(
-            extra_args, prompt_tokens, max_tokens, next(iter(self.instances.values())).description.workers[0].endpoint.transports
-        )
+        check_extra_args(extra_args, prompt_tokens, max_tokens, self._reference.description.workers[0].endpoint.transports)
         slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
         if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
             frontend_metrics.REFUSED.labels(refusal.kind).inc()
             raise Overloaded(refusal.reason)
+
+    @property
+    def _reference(self) -> Instance:
+        """One with the plugin: what it says of itself holds for the fleet."""
+        return fleet.reference_of(list(self.instances.values()))
 
     def snapshot(self) -> fleet_view.Snapshot:
         """What is known now, for those who look."""
@@ -188,8 +197,8 @@ class FleetClient(Failover):
         cut = CutRequest.of(request)
         if request.lora_request is not None:
             request.lora_request = with_fleet_id(request.lora_request)
-        obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values()])
-        model = next(iter(self.instances.values())).description.model
+        obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values() if not i.description.stock])
+        model = self._reference.description.model
         lengths = LengthQuery(model, cut.request_class, cut.prompt_tokens, cut.max_tokens, cut.expected_tokens)
         facts = RequestFacts(
             request.request_id,
@@ -200,6 +209,7 @@ class FleetClient(Failover):
             cut.ttft_ms,
             token_ids=request.prompt_token_ids or (),
             cache_key=cache_key(request),
+            fits_stock=carries(request),
         )
         decision = await self._place(facts)
         placement = decision.placement
@@ -260,7 +270,8 @@ class FleetClient(Failover):
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         """Raises ValueError if an instance cannot load the adapter."""
-        await self._adapters.load(lora_request, self._links.alive)
+        with_plugin = [name for name in self._links.alive if not self.instances[name].description.stock]
+        await self._adapters.load(lora_request, with_plugin)
         return True
 
     async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:

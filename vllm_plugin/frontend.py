@@ -113,6 +113,7 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
         Admission(config.most_waiting),
         config.secret,
         config.also_check,
+        allow_stock=config.allow_stock,
     )
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(lambda: FrontendEndpoint(config.instances_file, config.most_body_bytes))

@@ -40,7 +40,8 @@ void BindEnums(nb::module_& m) {
       .value("prompt_too_short", PlacementReason::kPromptTooShort)
       .value("whole_is_best", PlacementReason::kWholeIsBest)
       .value("levels_prefill", PlacementReason::kLevelsPrefill)
-      .value("balanced", PlacementReason::kBalanced);
+      .value("balanced", PlacementReason::kBalanced)
+      .value("whole_only", PlacementReason::kWholeOnly);
   nb::enum_<RevisionReason>(m, "RevisionReason", "Why a hand-off was changed on the way.")
       .value("alone_is_better", RevisionReason::kAloneIsBetter)
       .value("later_is_better", RevisionReason::kLaterIsBetter)
@@ -57,12 +58,13 @@ void BindEnums(nb::module_& m) {
 void BindValues(nb::module_& m) {
   nb::class_<InstanceState> instance(m, "InstanceState", "What an instance reports about itself.");
   instance
-      .def(nb::init<InstanceId, bool, InstanceLimits>(), "instance_id"_a, "accepts_new"_a = true,
-           "limits"_a = InstanceLimits{})
+      .def(nb::init<InstanceId, bool, InstanceLimits, bool>(), "instance_id"_a,
+           "accepts_new"_a = true, "limits"_a = InstanceLimits{}, "whole_only"_a = false)
       .def_ro("instance_id", &InstanceState::instance_id)
       .def_ro("accepts_new", &InstanceState::accepts_new)
-      .def_ro("limits", &InstanceState::limits);
-  AsValue(instance, "instance_id", "accepts_new", "limits");
+      .def_ro("limits", &InstanceState::limits)
+      .def_ro("whole_only", &InstanceState::whole_only);
+  AsValue(instance, "instance_id", "accepts_new", "limits", "whole_only");
 
   nb::class_<Slo> slo(m, "Slo", "Service-level objectives of a request; infinity: none.");
   slo.def(nb::init<double, double>(), nb::kw_only(), "ttft_ms"_a = Slo{}.ttft_ms,
@@ -81,11 +83,12 @@ void BindValues(nb::module_& m) {
   nb::class_<RequestSpec> request(m, "RequestSpec", "What the scheduler knows about a request.");
   request
       .def(nb::init<std::string, std::int64_t, std::int64_t, std::int64_t,
-                    std::optional<std::int64_t>, bool, std::int64_t, Slo,
-                    std::vector<CachedPrefix>>(),
+                    std::optional<std::int64_t>, bool, std::int64_t, Slo, std::vector<CachedPrefix>,
+                    bool>(),
            nb::kw_only(), "request_id"_a, "prompt_tokens"_a, "max_output_tokens"_a,
            "expected_output_tokens"_a, "forced_split"_a = nb::none(), "may_cut"_a = true,
-           "likely_output_tokens"_a = 0, "slo"_a = Slo{}, "cached"_a = std::vector<CachedPrefix>{})
+           "likely_output_tokens"_a = 0, "slo"_a = Slo{}, "cached"_a = std::vector<CachedPrefix>{},
+           "fits_whole_only"_a = false)
       .def_ro("request_id", &RequestSpec::request_id)
       .def_ro("prompt_tokens", &RequestSpec::prompt_tokens)
       .def_ro("max_output_tokens", &RequestSpec::max_output_tokens)
@@ -94,9 +97,10 @@ void BindValues(nb::module_& m) {
       .def_ro("may_cut", &RequestSpec::may_cut)
       .def_ro("likely_output_tokens", &RequestSpec::likely_output_tokens)
       .def_ro("slo", &RequestSpec::slo)
-      .def_prop_ro("cached", [](const RequestSpec& spec) { return Tuple(spec.cached); });
+      .def_prop_ro("cached", [](const RequestSpec& spec) { return Tuple(spec.cached); })
+      .def_ro("fits_whole_only", &RequestSpec::fits_whole_only);
   AsValue(request, "request_id", "prompt_tokens", "max_output_tokens", "expected_output_tokens",
-          "forced_split", "may_cut", "likely_output_tokens", "slo", "cached");
+          "forced_split", "may_cut", "likely_output_tokens", "slo", "cached", "fits_whole_only");
 
   nb::class_<MicroRequest> part(m, "MicroRequest",
                                 "One instance's part: the tokens [start_token, end_token).");

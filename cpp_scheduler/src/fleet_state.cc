@@ -8,6 +8,7 @@ void FleetState::Observe(const InstanceState& instance) {
   Instance& known = instances_[instance.instance_id];
   known.present = true;
   known.accepts_new = instance.accepts_new;
+  known.whole_only = instance.whole_only;
 }
 
 void FleetState::Remove(const InstanceId& instance_id) {
@@ -24,7 +25,7 @@ std::vector<InstanceLoad> FleetState::Accepting() const {
   loads.reserve(instances_.size());
   for (const auto& [id, instance] : instances_) {
     if (instance.accepts_new)
-      loads.push_back({id, instance.reserved_tokens, instance.last_reserved});
+      loads.push_back({id, instance.reserved_tokens, instance.last_reserved, instance.whole_only});
   }
   return loads;
 }

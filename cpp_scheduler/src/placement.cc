@@ -118,6 +118,17 @@ std::int64_t ComputedTokens(std::int64_t prompt_tokens, std::int64_t output_toke
   return prompt_tokens + std::max<std::int64_t>(output_tokens - 1, 0);
 }
 
+std::optional<Placement> ChooseWholeOnly(const RequestSpec& request,
+                                         std::span<const InstanceLoad> instances) {
+  if (!request.fits_whole_only || (request.forced_split && request.may_cut)) return std::nullopt;
+  const InstanceLoad* least = LeastReserved(instances);
+  if (least == nullptr || !least->whole_only) return std::nullopt;
+  return Placement{{least->instance_id, 0, ExpectedEnd(request)},
+                   std::nullopt,
+                   PlacementReason::kWholeOnly,
+                   std::nullopt};
+}
+
 std::optional<Placement> ChoosePlacement(const Options& options, const RequestSpec& request,
                                          std::span<const InstanceLoad> instances) {
   if (instances.empty()) return std::nullopt;

@@ -86,11 +86,15 @@ std::optional<Placement> Scheduler::Place(const RequestSpec& request, double now
   if (fleet_.IsReserved(request.request_id)) {
     Refuse("request_id \"", request.request_id, "\" is already placed");
   }
-  const std::vector<InstanceLoad> instances = fleet_.Accepting();
-  if (instances.empty()) return std::nullopt;
-  const bool predicts = live_ && !(request.forced_split && request.may_cut);
-  std::optional<Placement> placement = predicts ? live_->Choose(request, instances, now_ms)
-                                                : ChoosePlacement(options_, request, instances);
+  std::vector<InstanceLoad> instances = fleet_.Accepting();
+  std::optional<Placement> placement = ChooseWholeOnly(request, instances);
+  if (!placement) {
+    std::erase_if(instances, [](const InstanceLoad& load) { return load.whole_only; });
+    if (instances.empty()) return std::nullopt;
+    const bool predicts = live_ && !(request.forced_split && request.may_cut);
+    placement = predicts ? live_->Choose(request, instances, now_ms)
+                         : ChoosePlacement(options_, request, instances);
+  }
   if (!placement) return placement;
   fleet_.Reserve(request.request_id, *placement);
   if (live_) live_->Enter(request, *placement, now_ms);

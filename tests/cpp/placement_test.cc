@@ -53,6 +53,18 @@ TEST(ColocatedRunsWholeOnTheLeastReserved) {
         Whole("b", 20, PlacementReason::kColocated));
 }
 
+TEST(AWholeOnlyInstanceTakesWhatFitsItWhenItIsTheLeastReserved) {
+  std::vector<InstanceLoad> fleet = Fleet({5, 2});
+  fleet[1].whole_only = true;
+  RequestSpec request = Request(10, 20, 11);
+  CHECK(!ChooseWholeOnly(request, fleet));
+  request.fits_whole_only = true;
+  CHECK(ChooseWholeOnly(request, fleet) == Whole("b", 20, PlacementReason::kWholeOnly));
+  CHECK(!ChooseWholeOnly(ForcedAt(5, request), fleet));
+  fleet[0].reserved_tokens = 1;
+  CHECK(!ChooseWholeOnly(request, fleet));
+}
+
 TEST(AmongEqualsTheOldestReservationWins) {
   std::vector<InstanceLoad> fleet = Fleet({0, 0, 0});
   fleet[0].last_reserved = 3;

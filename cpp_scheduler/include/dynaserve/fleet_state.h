@@ -46,6 +46,7 @@ class FleetState {
   struct Instance {
     bool present = false;  // false: removed, kept for its reservations
     bool accepts_new = false;
+    bool whole_only = false;
     std::int64_t reserved_tokens = 0;
     std::int64_t num_reservations = 0;
     std::uint64_t last_reserved = 0;

@@ -14,6 +14,7 @@ struct InstanceLoad {
   InstanceId instance_id;
   std::int64_t reserved_tokens = 0;
   std::uint64_t last_reserved = 0;  // ordinal of its last reservation; 0: none yet
+  bool whole_only = false;
 
   bool operator==(const InstanceLoad&) const = default;
 };
@@ -22,9 +23,16 @@ struct InstanceLoad {
 // prompt.
 std::int64_t ComputedTokens(std::int64_t prompt_tokens, std::int64_t output_tokens);
 
+// Runs the request whole on a whole-only instance, if that is the least reserved of all
+// `instances`, the request fits it, and no cut is forced; nullopt otherwise.  It is asked before
+// the policy, which then knows only of the other instances.
+std::optional<Placement> ChooseWholeOnly(const RequestSpec& request,
+                                         std::span<const InstanceLoad> instances);
+
 // Decides whether and where `request` is cut and which instances run it.
 //
-// `instances` are those that accept new work, in order of id.  nullopt: there are none.
+// `instances` are those that accept new work and are not whole-only, in order of id.  nullopt:
+// there are none.
 // A cut at s is legal if 0 < s < ComputedTokens(P, max_output_tokens); an illegal one means that
 // the request runs whole.  Within a group of instances the least reserved wins; among equals the
 // one whose last reservation is the oldest (round robin), then the first by id.  Under

@@ -22,6 +22,7 @@ struct InstanceState {
   InstanceId instance_id;
   bool accepts_new = true;     // false: it finishes what it has (draining)
   InstanceLimits limits = {};  // read by policies that predict
+  bool whole_only = false;     // it runs requests that fit it whole, and has no part in a cut one
 
   bool operator==(const InstanceState&) const = default;
 };
@@ -44,6 +45,7 @@ struct RequestSpec {
   std::int64_t likely_output_tokens = 0;     // an upper quantile of D, for memory; 0: D
   Slo slo = {};
   std::vector<CachedPrefix> cached = {};  // read by kDynamic; not named: nothing
+  bool fits_whole_only = false;           // it may run on an InstanceState::whole_only
 
   bool operator==(const RequestSpec&) const = default;
 };
@@ -72,6 +74,7 @@ enum class PlacementReason {
   kLevelsPrefill,   // cut inside the prompt: prefill ends sooner, or decodes stay gathered
                     // (kDynamic)
   kBalanced,        // cut where both instances end together (kPaper)
+  kWholeOnly,       // a whole-only instance is the least reserved of all
 };
 
 // Whether a placement with this reason has a beta.

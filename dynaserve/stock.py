@@ -1,0 +1,100 @@
+"""A vLLM server without the plugin, by what it tells over HTTP: `/version`, `/v1/models` and `/metrics`.
+
+It runs whole requests only.  What it tells nobody (data type, device, limits of a batch) is taken to be as on the instances with
+the plugin beside it: `dynaserve.fleet.completed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from dynaserve.errors import ConfigError
+from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load
+
+OBSTACLE = "it is a vLLM server without the plugin"
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Model(msgspec.Struct):
+    """parent: of an adapter, the model that it belongs to. root: what `vllm serve` was given."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def describe(url: str, get: Callable[[str], httpx.Response]) -> InstanceDescription:
+    """get: of a path of the server. Raises ConfigError, naming the URL, if it does not answer as vLLM does, and httpx.HTTPError."""
+    try:
+        version = msgspec.json.decode(_content(get("/version")), type=_Version).version
+        listed = msgspec.json.decode(_content(get("/v1/models")), type=_Models).data
+        cache = cache_config(_content(get("/metrics")).decode())
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, KeyError) as error:
+        raise ConfigError(f"instance {url} is neither a DynaServe instance nor a vLLM server: {error}") from error
+    models = [model for model in listed if model.parent is None]
+    if not models or models[0].root is None or models[0].max_model_len is None:
+        raise ConfigError(f"instance {url} lists no model at /v1/models")
+    return InstanceDescription(
+        protocol_version=PROTOCOL_VERSION,
+        instance_epoch="",
+        gateway=url,
+        model=models[0].root,
+        served_model_names=[model.id for model in models],
+        vllm_version=version,
+        dtype="",
+        block_size=int(cache["block_size"]),
+        max_model_len=models[0].max_model_len,
+        max_num_seqs=0,
+        max_num_batched_tokens=0,
+        num_blocks=int(cache["num_gpu_blocks"]),
+        prefix_caching=cache["enable_prefix_caching"] == "True",
+        tensor_parallel_size=0,
+        device="",
+        parallelism="",
+        cut_obstacle=OBSTACLE,
+        workers=[],
+        stock=True,
+    )
+
+
+def _content(answer: httpx.Response) -> bytes:
+    if answer.is_error:
+        raise ValueError(f"HTTP {answer.status_code} at {answer.url.path}")
+    return answer.content
+
+
+def cache_config(metrics: str) -> Mapping[str, str]:
+    """The labels of `vllm:cache_config_info` (vllm/v1/metrics/loggers.py). Raises ValueError where there is none."""
+    (sample, *_) = _samples(metrics, "vllm:cache_config_info")
+    return dict(sample.labels)
+
+
+def load_of(metrics: str) -> Load:
+    """Of a server with several engines, all of them: their requests, and the fullest KV cache. Raises ValueError."""
+    running, waiting, usage = (
+        [sample.value for sample in _samples(metrics, f"vllm:{name}")]
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    )
+    return Load(int(sum(running)), int(sum(waiting)), max(usage))
+
+
+def _samples(metrics: str, name: str) -> list[Sample]:
+    """Of the whole page only these lines are parsed: it has thousands, and is asked for all the time."""
+    lines = "".join(f"{line}\n" for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+    found = [sample for family in text_string_to_metric_families(lines) for sample in family.samples]
+    if not found:
+        raise ValueError(f"no {name} at /metrics")
+    return found
