@@ -30,6 +30,7 @@ from benchmarks.servers import Servers, System, running
 from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
 from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
 from dynaserve.step_report import read_log
 
 POINT = "--workload azure-code --arrivals trace --scale 0.25 --requests 100 --max-total-tokens 3500"
@@ -176,7 +177,10 @@ def main() -> None:
     if known.exists() and known.read_text() != settings:
         parser.error(f"{args.output} holds runs of other options, {known.read_text()}: take another --output")
     known.write_text(settings)
-    print(f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *sys.argv[1:]])}\nmachine: {json.dumps(machine())}", flush=True)
+    print(
+        f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *sys.argv[1:]])}\nmachine: {json.dumps(machine())}; {fast_dtype()}",
+        flush=True,
+    )
     common = ("--served-model-name", "model", *shlex.split(args.vllm_args))
     form = QUICK if args.quick else FULL
     try:

@@ -32,6 +32,7 @@ from dynaserve.bench.report import machine
 from dynaserve.liveness import Health
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
 
 WORKLOAD, SPLIT = "fixed:128,32", 140
 MIB = 2**20
@@ -99,10 +100,10 @@ def main() -> None:
     parser.add_argument("--max-client-lag-ms", type=float, default=1000.0, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    print(f"command: {shlex.join(sys.argv)}; seed {args.seed}\nmachine: {json.dumps(machine())}", flush=True)
+    print(f"command: {shlex.join(sys.argv)}; seed {args.seed}; {fast_dtype()}\nmachine: {json.dumps(machine())}", flush=True)
     with (
         tempfile.TemporaryDirectory() as logs,
-        LocalFleet(smollm2(), dtype="bfloat16", log_dir=Path(logs)) as fleet,
+        LocalFleet(smollm2(), dtype=fast_dtype(), log_dir=Path(logs)) as fleet,
         ThreadPoolExecutor(1) as watcher,
     ):
         serve(fleet.frontend_url, args.rate, args.warm_up_s, args)

@@ -28,6 +28,7 @@ import httpx
 
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
 
 SHAPES = ((55, 370), (219, 1467))
 """Prompt and output tokens: means of the paper's workloads (section 6)."""
@@ -217,11 +218,11 @@ def main() -> None:
     loads.add_argument("--busy", action="store_true", help="only beside other streams")
     parser.add_argument("--transport", default="torch")
     args = parser.parse_args()
-    print(f"command: {' '.join(sys.argv)}; seed {args.seed}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
+    print(f"command: {' '.join(sys.argv)}; seed {args.seed}; {fast_dtype()}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         fleet = LocalFleet(
             smollm2(),
-            dtype="bfloat16",
+            dtype=fast_dtype(),
             vllm_args=["--dynaserve-transports", args.transport, "--no-enable-prefix-caching"],
             log_dir=Path(logs),
         )

@@ -24,6 +24,7 @@ from benchmarks.processes import cpu_s
 from dynaserve.bench.report import machine
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
 
 PROMPT_TOKENS, OUTPUT_TOKENS, SPLIT = 600, 240, 800
 """The alphas run for long enough that all requests are there before the first of them stands."""
@@ -92,10 +93,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20, help="half of them in each direction (default: %(default)s)")
     parser.add_argument("--duration-s", type=float, default=20.0)
     args = parser.parse_args()
-    print(f"command: {shlex.join(sys.argv)}\nmachine: {json.dumps(machine())}", flush=True)
+    print(f"command: {shlex.join(sys.argv)}\nmachine: {json.dumps(machine())}; {fast_dtype()}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         options = ["--dynaserve-park-timeout-ms", "600000", "--no-enable-prefix-caching"]
-        fleet = HoldableFleet(smollm2(), dtype="bfloat16", vllm_args=options, log_dir=Path(logs))
+        fleet = HoldableFleet(smollm2(), dtype=fast_dtype(), vllm_args=options, log_dir=Path(logs))
         with fleet, ThreadPoolExecutor(args.requests) as pool:
             ask(fleet, 0)
             alone = idle_cores(fleet, args.duration_s)

@@ -25,6 +25,7 @@ import httpx
 from dynaserve.bench.report import machine
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
 
 PROMPTS = (64, 1024)
 OUTPUTS = (16, 192)
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    print(f"machine: {json.dumps(machine())}; rate {args.rate}, seed {args.seed}", flush=True)
+    print(f"machine: {json.dumps(machine())}; rate {args.rate}, seed {args.seed}; {fast_dtype()}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
         with fleet_of(profile, Path(folder) / "teach", "--policy", "colocated") as fleet:
@@ -118,7 +119,7 @@ def main() -> None:
 def fleet_of(profile: Path, logs: Path, *frontend_args: str) -> LocalFleet:
     """Both instances are of one kind: whichever saves last keeps the profile of both."""
     batching = ["--dynaserve-batching", "slo", "--dynaserve-profile", str(profile), "--no-enable-prefix-caching"]
-    return LocalFleet(smollm2(), dtype="bfloat16", vllm_args=batching, frontend_args=frontend_args, log_dir=logs)
+    return LocalFleet(smollm2(), dtype=fast_dtype(), vllm_args=batching, frontend_args=frontend_args, log_dir=logs)
 
 
 def _record(fleet: LocalFleet, request_id: str) -> dict[str, Any]:

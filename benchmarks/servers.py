@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynaserve.local.fleet import LocalFleet
+from dynaserve.machine import fast_dtype
 
 START_TIMEOUT_S = 300.0
 
@@ -62,7 +63,7 @@ def running(systems: Sequence[System], model: Path, common: Sequence[str], log_d
             instances=1,
             vllm_args=(*common, *system.args),
             plugin=system.plugin,
-            dtype="bfloat16",
+            dtype=fast_dtype(),
             log_dir=log_dir / system.name,
         )
         for system in systems
