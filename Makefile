@@ -30,7 +30,7 @@ soak: dev  ## thousands of random requests over a fleet with little memory (REQU
 aborts: dev ## a thousand clients leave at random moments (REQUESTS=1000, SEED=n): all blocks are free a second later
 	$(BIN)/python -m tests.e2e.aborts $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
-fuzz: dev  ## ten thousand malformed requests (CASES=10000, SEED=n): no server error, and nothing is held afterwards
+fuzz: dev  ## ten thousand malformed requests and messages (CASES=10000, SEED=n): no server error, and nothing is held afterwards
 	$(BIN)/python -m tests.e2e.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
 
 test-chaos: dev ## instances are killed, stopped and started anew under load (ROUNDS=10, REQUESTS=200, SEED=n): no token may differ

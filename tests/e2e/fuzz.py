@@ -1,6 +1,8 @@
-"""Thousands of requests that do not fit the OpenAPI document of the front-end: none ends in a server error, none leaves anything.
+"""Thousands of requests that do not fit the OpenAPI document of the front-end, and of messages that do not fit the fleet's wire:
+none ends in a server error, none leaves anything.
 
-`python -m tests.e2e.fuzz --cases 10000 --seed 1` starts its own fleet.
+`python -m tests.e2e.fuzz --cases 10000 --seed 1` starts its own fleet. Most of its time it makes up requests: half a second for one
+of the largest operations.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import requests
 import schemathesis
 
 from tests.e2e.fleet import FleetUnderTest, prompt_of
+from tests.e2e.fuzz_frames import fuzz_frames
 from tests.e2e.soak import small_fleet
 
 NEVER_SENT = {("POST", "/dynaserve/instances"), ("DELETE", "/dynaserve/instances")}
@@ -96,11 +99,18 @@ def fuzzed_frontend(client: FleetUnderTest, log_dir: Path) -> Iterator[FleetUnde
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--messages", type=int, default=10_000, help="to the sockets of the instances (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     args = parser.parse_args()
     print(f"command: {' '.join(sys.argv)}; seed {args.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as logs, small_fleet(Path(logs)) as client, fuzzed_frontend(client, Path(logs)) as frontend:
-        run = fuzz(frontend, args.cases, args.seed)
+    with tempfile.TemporaryDirectory() as logs, small_fleet(Path(logs)) as client:
+        dropped = fuzz_frames(client, args.messages, args.seed)
+        print(
+            f"{args.messages} messages to gateways and transfer agents, {dropped} of them dropped by gateways: the fleet still serves",
+            flush=True,
+        )
+        with fuzzed_frontend(client, Path(logs)) as frontend:
+            run = fuzz(frontend, args.cases, args.seed)
     for name, statuses in run.statuses.items():
         print(f"{name}: {dict(sorted(statuses.items()))}")
     assert run.cases >= args.cases / 2, f"only {run.cases} of {args.cases} requests were made up"
