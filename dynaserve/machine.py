@@ -15,8 +15,12 @@ def cpu_model() -> str:
 def fast_dtype() -> str:
     """bfloat16 where this processor computes in it. Elsewhere it is emulated: a prefill of SmolLM2 takes six times as long as in float32
     (AMD EPYC with AVX2, `docs/measurements.md`)."""
-    features = set(next(_told("flags", "Features"), "").split())
-    return "bfloat16" if features & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+    return "bfloat16" if cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
+def cpu_features() -> set[str]:
+    """As Linux names them; elsewhere none."""
+    return set(next(_told("flags", "Features"), "").split())
 
 
 def _told(*names: str) -> Iterator[str]:

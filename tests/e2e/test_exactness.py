@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.bit_flip import BitFlip
-from tests.e2e.fleet import BLOCK, Answer, FleetUnderTest, prompt_of
+from tests.e2e.fleet import BLOCK, Answer, FleetUnderTest, alike, prompt_of
 
 pytestmark = pytest.mark.engine
 
@@ -114,7 +114,7 @@ def test_one_flipped_bit_of_kv_changes_the_logprobs(fleet: FleetUnderTest, uncut
         assert "Out of range float values" in response.json()["error"]["message"]
         return
     logprobs = response.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
-    assert logprobs != uncut(200).logprobs, "the tests of exactness would not notice damaged KV"
+    assert not alike(logprobs, uncut(200).logprobs), "the tests of exactness would not notice damaged KV"
 
 
 @pytest.mark.parametrize("split", [690, 700])
