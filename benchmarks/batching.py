@@ -165,14 +165,14 @@ def run(bench: Bench) -> None:
         print_compared(title, by_name)
     print(f"\n{predicted}")
     raw = {title: {name: [asdict(one) for one in runs] for name, runs in by_name.items()} for title, by_name in compared.items()}
-    (bench.folder / "results.json").write_text(json.dumps({"machine": machine(), "runs": raw}, indent=1))
+    (bench.folder / "results.json").write_text(json.dumps({"machine": machine(), "dtype": fast_dtype(), "runs": raw}, indent=1))
 
 
 def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps([args.point, args.curve, args.tbt_slo_ms, args.vllm_args, str(args.traces)])
+    settings = json.dumps([args.point, args.curve, args.tbt_slo_ms, args.vllm_args, str(args.traces), fast_dtype()])
     known = args.output / "settings.json"
     if known.exists() and known.read_text() != settings:
         parser.error(f"{args.output} holds runs of other options, {known.read_text()}: take another --output")

@@ -115,23 +115,25 @@ def check_shared_memory(path: str = "/dev/shm") -> Finding:
 # -- a fleet -------------------------------------------------------------------------------------------------------------
 
 
-def check_instances(urls: Sequence[str]) -> Iterator[Finding]:
+def check_instances(urls: Sequence[str], *, allow_stock: bool) -> Iterator[Finding]:
     """As a front-end would join them."""
     try:
-        instances = fleet.join(urls)
+        instances = fleet.join(urls, allow_stock=allow_stock)
         transport = fleet.choose_transport(instances, None)
     except ConfigError as error:
         yield Finding("fault", str(error), "start the instance as the front-end needs it")
         return
     yield Finding("ok", f"{len(instances)} instances fit together; KV moves by {transport}")
     for instance in instances:
-        yield from check_description(instance.instance_id, instance.description.cut_obstacle, instance.description.prefix_caching)
+        yield from check_description(instance.instance_id, instance.description)
 
 
-def check_description(name: str, cut_obstacle: str | None, prefix_caching: bool) -> Iterator[Finding]:
-    if cut_obstacle is not None:
-        yield Finding("warning", f"{name} runs all requests whole: {cut_obstacle}", "start it without, to have requests cut")
-    if not prefix_caching:
+def check_description(name: str, description: InstanceDescription) -> Iterator[Finding]:
+    if description.stock:
+        yield Finding("warning", f"{name} takes whole requests only: {description.cut_obstacle}", "start it with --plugin dynaserve")
+    elif description.cut_obstacle is not None:
+        yield Finding("warning", f"{name} runs all requests whole: {description.cut_obstacle}", "start it without, to have requests cut")
+    if not description.prefix_caching:
         yield Finding("warning", f"{name} has no prefix cache", "start it without --no-enable-prefix-caching")
 
 
@@ -146,7 +148,7 @@ def check_frontend(url: str, args: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("ok", f"front-end {url} has {len(instances)} instances")
     for name, member in instances.items():
         yield from check_state(name, member.health, member.load)
-        yield from check_description(name, member.description.cut_obstacle, member.description.prefix_caching)
+        yield from check_description(name, member.description)
 
 
 def check_state(name: str, health: str, load: Load | None) -> Iterator[Finding]:
@@ -168,12 +170,13 @@ def main(argv: Sequence[str]) -> None:
     """Exit status 1 where there is a fault."""
     parser = argparse.ArgumentParser(prog="dynaserve doctor", description="Checks an installation and a fleet, and says what to change.")
     parser.add_argument("--instances", nargs="+", default=[], metavar="URL", help="instances that are to make a fleet")
+    parser.add_argument(fleet.ALLOW_STOCK_OPTION, action="store_true", help="these may be vLLM servers without the plugin")
     parser.add_argument("--url", help="a running front-end")
     add_key_arguments(parser)
     args = parser.parse_args(argv)
     groups: list[tuple[str, Callable[[], Iterator[Finding]]]] = [("this installation", check_installation)]
     if args.instances:
-        groups.append(("instances", lambda: check_instances(args.instances)))
+        groups.append(("instances", lambda: check_instances(args.instances, allow_stock=args.allow_stock)))
     if args.url is not None:
         groups.append(("front-end", lambda: check_frontend(args.url, args)))
     findings = [(title, finding) for title, check in groups for finding in check()]

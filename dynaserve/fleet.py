@@ -21,7 +21,8 @@ from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, Meas
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
-_NOT_TOLD_BY_STOCK = ("dtype", "device", "parallelism", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
+_NOT_TOLD_BY_STOCK = ("vllm_version", "dtype", "device", "parallelism", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
+"""Of the version: what names the build."""
 
 RECENT_STEPS = 32
 ALLOW_STOCK_OPTION = "--allow-stock"
@@ -107,8 +108,6 @@ def _checked(instances: list[Instance]) -> list[Instance]:
     first = reference_of(instances)
     for instance in instances:
         check(instance, first)
-        if instance.description.stock:
-            logger.warning("instance %s takes whole requests only: %s", instance.instance_id, stock.OBSTACLE)
     return [completed(instance, first) for instance in instances]
 
 

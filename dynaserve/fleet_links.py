@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from dynaserve import fleet
+from dynaserve import fleet, stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_secret import FleetSecret
@@ -104,9 +104,7 @@ class FleetLinks:
         name = instance.instance_id
         if name in self._adding or name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already, or is just joining")
-        reference = fleet.reference_of(list(self.instances.values()))
-        self._check_fits(instance, reference)
-        instance = fleet.completed(instance, reference)
+        instance = self._fitting(instance, fleet.reference_of(list(self.instances.values())))
         self._adding.add(name)
         try:
             await self._join(instance, ANSWER_TIMEOUT_S)
@@ -140,6 +138,8 @@ class FleetLinks:
             link.close()
             raise
         name = instance.instance_id
+        if instance.description.stock:
+            logger.warning("instance %s takes whole requests only: %s", name, stock.OBSTACLE)
         self.instances[name] = instance
         self._links[name] = link
         self._deserted_since_s = None
@@ -154,11 +154,14 @@ class FleetLinks:
         self._session += 1
         return InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session, self.secret)
 
-    def _check_fits(self, instance: Instance, reference: Instance) -> None:
+    def _fitting(self, instance: Instance, reference: Instance) -> Instance:
+        """With all that is known of it; raises ConfigError where it does not fit."""
         fleet.check(instance, reference)
+        instance = fleet.completed(instance, reference)
         self.also_check(instance)
         if (model_len := instance.description.max_model_len) < self._least_model_len:
             raise ConfigError(f"max_model_len of {instance.instance_id} is {model_len}, this front-end serves {self._least_model_len}")
+        return instance
 
     async def _rejoin(self, name: str, reference: Instance) -> None:
         """Asks until the instance, or one that was started anew at its address, is back."""
@@ -166,8 +169,9 @@ class FleetLinks:
         while True:
             try:
                 instance = await self.ask(name, ANSWER_TIMEOUT_S)
-                self._check_fits(instance, reference)
-                await self._join(fleet.completed(instance, reference), ANSWER_TIMEOUT_S)
+                if instance.description.stock and not self.instances[name].description.stock:
+                    raise ConfigError(f"{name} had the plugin, and has come back without it: take it out and add it, if that is meant")
+                await self._join(self._fitting(instance, reference), ANSWER_TIMEOUT_S)
             except ConfigError as error:
                 if str(error) != told:
                     told = str(error)

@@ -102,7 +102,8 @@ def add_arguments(parser: Any) -> None:
     )
     group.add_argument(
         fleet.ALLOW_STOCK_OPTION,
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="instances may be vLLM servers without the plugin: they take whole requests, over HTTP in the clear",
     )
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
@@ -114,10 +115,7 @@ def configure(argv: list[str]) -> FrontendConfig:
     add_arguments(parser)
     args, _ = parser.parse_known_args(argv)
     urls = args.instances or instance_file.read(args.instances_file)
-    try:
-        policy = parse_policy(args.policy, len(urls))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    policy = _policy(args.policy, None if args.allow_stock else len(urls))
     for name, unit in (("fleet_tbt_slo_ms", "milliseconds"), ("fleet_ttft_slo_ms", "milliseconds"), ("request_timeout_s", "seconds")):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of {unit} above 0")
@@ -130,6 +128,8 @@ def configure(argv: list[str]) -> FrontendConfig:
     secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None
     join = fleet.join if args.instances_file is None else fleet.join_present
     instances = join(urls, allow_stock=args.allow_stock)
+    if args.allow_stock:
+        _policy(args.policy, sum(not instance.description.stock for instance in instances))
     also_check = fleet.profile_check(args.latency_profile) if predicts(policy.policy) else fleet.suits_any_policy
     for instance in instances:
         fleet.check_reach(instance, secret)
@@ -149,6 +149,13 @@ def configure(argv: list[str]) -> FrontendConfig:
         also_check,
         args.allow_stock,
     )
+
+
+def _policy(text: str, num_instances: int | None = None) -> Options:
+    try:
+        return parse_policy(text, num_instances)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:

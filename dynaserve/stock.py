@@ -1,7 +1,7 @@
 """A vLLM server without the plugin, by what it tells over HTTP: `/version`, `/v1/models` and `/metrics`.
 
 It runs whole requests only.  What it tells nobody (data type, device, limits of a batch) is taken to be as on the instances with
-the plugin beside it: `dynaserve.fleet.completed`.
+the plugin beside it: `dynaserve.fleet.completed`; docs/failures.md lists what is trusted.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ def describe(url: str, get: Callable[[str], httpx.Response]) -> InstanceDescript
     try:
         version = msgspec.json.decode(_content(get("/version")), type=_Version).version
         listed = msgspec.json.decode(_content(get("/v1/models")), type=_Models).data
-        cache = cache_config(_content(get("/metrics")).decode())
+        metrics = _content(get("/metrics")).decode()
+        cache = cache_config(metrics)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, KeyError) as error:
         raise ConfigError(f"instance {url} is neither a DynaServe instance nor a vLLM server: {error}") from error
+    if any(line.startswith("vllm:spec_decode") for line in metrics.splitlines()):
+        raise ConfigError(f"instance {url} is a vLLM server with speculative decoding: it refuses parameters that the others take")
     models = [model for model in listed if model.parent is None]
     if not models or models[0].root is None or models[0].max_model_len is None:
         raise ConfigError(f"instance {url} lists no model at /v1/models")

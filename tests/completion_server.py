@@ -32,10 +32,10 @@ class Act:
     """What happens to requests; the client's probe, of 2 tokens, is spared faults.
 
     status: answers with that. delay_s: before each event. per_event: tokens in one event. usage: `each` event, `end` or `never`.
-    cut_after, error_after, stop_after: after that many tokens the connection is cut, an error event is sent, or the answer ends.
-    gather: nothing is answered before that many requests have come. lose: prompt tokens that are not counted, of prompts over 2.
-    strict: refuses fields of vLLM. health: status of /health. slots: requests that are answered at a time, the others wait in a
-    queue; 0: all.
+    cut_after, error_after, stop_after: after that many tokens the connection is cut, an error event is sent, or the answer ends for
+    the reason `finish`. gather: nothing is answered before that many requests have come. lose: prompt tokens that are not counted, of
+    prompts over 2. strict: refuses fields of vLLM. health: status of /health. text: of a token. slots: requests that are answered at a
+    time, the others wait in a queue; 0: all.
     """
 
     status: int = 200
@@ -45,10 +45,12 @@ class Act:
     cut_after: int | None = None
     error_after: int | None = None
     stop_after: int | None = None
+    finish: str = "stop"
     gather: int = 0
     lose: int = 0
     strict: bool = False
     health: int = 200
+    text: str = "a"
     slots: int = 0
 
 
@@ -120,8 +122,10 @@ async def _events(body: dict[str, Any], act: Act) -> AsyncIterator[str]:
             return
         tokens = min(act.per_event, wanted - made)
         made += tokens
-        finish = None if made < wanted else "stop" if act.stop_after is not None else "length"
-        choice = {"text": "a" * tokens, "finish_reason": finish} | ({"token_ids": [7] * tokens} if body.get("return_token_ids") else {})
+        finish = None if made < wanted else act.finish if act.stop_after is not None else "length"
+        choice = {"text": act.text * tokens, "finish_reason": finish} | (
+            {"token_ids": [7] * tokens} if body.get("return_token_ids") else {}
+        )
         event: dict[str, Any] = {"choices": [choice]}
         yield _data(event | ({"usage": _usage(prompt_tokens, made)} if act.usage == "each" else {}))
     if act.usage != "never":
@@ -134,7 +138,7 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def _data(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event)}\n\n"
+    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def test_what_is_no_front_end_is_a_fault() -> None:
 
 
 def test_instances_that_are_not_there_are_a_fault() -> None:
-    (finding,) = check_instances(["http://127.0.0.1:9"])
+    (finding,) = check_instances(["http://127.0.0.1:9"], allow_stock=False)
     assert finding.level == "fault"
 
 

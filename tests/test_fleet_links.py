@@ -278,13 +278,14 @@ def test_an_instance_that_the_policy_cannot_use_stays_out() -> None:
     run(scenario)
 
 
-def test_an_instance_that_is_another_one_now_stays_out() -> None:
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"stock": True, "workers": []}], ids=["dtype", "without the plugin"])
+def test_an_instance_that_is_another_one_now_stays_out(change: dict[str, Any]) -> None:
     async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
         await frontend.connect()
         frontend.gateway.cut()
         frontend.gateway = Gateway("second")
         frontend.gateway.start(context)
-        other = msgspec.structs.replace(description(frontend.gateway.address, "second"), dtype="bfloat16")
+        other = msgspec.structs.replace(description(frontend.gateway.address, "second"), **change)
         frontend.links.describe = lambda *_: other
         await until(lambda: (Health.DEAD, 1) in frontend.healths)
         await asyncio.sleep(0.7)

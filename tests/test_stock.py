@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from dynaserve import fleet, stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
-from dynaserve.messages import Abort, Beat, Ended, FromInstance, Load, Refused, Run, Step
+from dynaserve.messages import Abort, Beat, Ended, FromInstance, Load, Run, Step
 from tests.completion_server import METRICS, Act, CompletionServer, running_server
 from tests.test_fleet import FIRST
 from vllm_plugin.stock_link import StockLink, body_of, carries
@@ -55,6 +56,7 @@ def test_a_server_without_the_plugin_is_asked_only_where_that_is_allowed(server:
 def test_what_it_does_not_tell_is_as_beside_it(server: CompletionServer) -> None:
     told = Instance(server.url, fleet.describe(server.url, allow_stock=True))
     assert fleet.completed(told, FIRST).description.dtype == FIRST.description.dtype
+    assert fleet.completed(told, FIRST).description.vllm_version == FIRST.description.vllm_version, "as a latency profile names it"
     assert fleet.completed(told, FIRST).description.num_blocks == 100
     with pytest.raises(ConfigError, match="model differs"):
         fleet.check(told, FIRST)
@@ -77,6 +79,7 @@ CARRIED: list[dict[str, Any]] = [
 NOT_CARRIED: list[dict[str, Any]] = [
     {"logprobs": 1},
     {"prompt_logprobs": 1},
+    {"prompt_logprobs": 0, "prompt_logprob_token_ids": [1, 2]},
     {"logit_bias": {1: 2.0}},
     {"bad_words": ["a"]},
     {"structured_outputs": StructuredOutputsParams(regex="a+")},
@@ -172,25 +175,51 @@ def test_tokens_come_as_from_an_engine(server: CompletionServer) -> None:
     assert server.prompts == [PROMPT]
 
 
-@pytest.mark.parametrize("act", [Act(cut_after=2), Act(error_after=2), Act(status=503), Act(status=429)], ids=str)
+FAULTS = [Act(cut_after=2), Act(error_after=2), Act(stop_after=2, finish="length"), Act(stop_after=2, finish="odd")]
+
+
+@pytest.mark.parametrize("act", [*FAULTS, *(Act(status=status) for status in (400, 429, 503))], ids=str)
 def test_what_another_instance_may_survive_is_aborted(server: CompletionServer, act: Act) -> None:
     server.act = act
 
     async def scenario(heard: Heard) -> None:
         await heard.run()
-        assert heard.tokens == [7] * (0 if act.status != 200 else 2)
-        assert heard.outputs[-1].finish_reason is FinishReason.ABORT
+        assert heard.tokens == [7] * (0 if act.status != 200 else 1 if act.finish == "odd" else 2)
+        assert [output.finish_reason for output in heard.outputs][-1] is FinishReason.ABORT
+        assert len(heard.ended) == 1
 
     with_link(server, scenario)
 
 
-def test_what_the_server_does_not_take_is_refused_with_its_sentence(server: CompletionServer) -> None:
-    server.act = Act(status=400)
+def test_a_text_with_other_line_ends_is_one_line(server: CompletionServer) -> None:
+    server.act = Act(text="\u2028")
 
     async def scenario(heard: Heard) -> None:
         await heard.run()
-        (refused,) = [event for event in heard.events if isinstance(event, Refused)]
-        assert refused.reason == 'HTTP 400: {"error":{"message":"as asked"}}'
+        assert (heard.tokens, heard.outputs[-1].finish_reason) == ([7] * 4, FinishReason.LENGTH)
+
+    with_link(server, scenario)
+
+
+def test_the_first_output_tells_when_it_was_sent_and_what_was_computed(server: CompletionServer) -> None:
+    async def scenario(heard: Heard) -> None:
+        await heard.run()
+        first, *others = heard.outputs
+        assert first.prefill_stats is not None
+        assert (first.prefill_stats.num_prompt_tokens, first.prefill_stats.num_cached_tokens) == (3, 0)
+        assert first.events is not None
+        assert 0 <= time.monotonic() - first.events[-1].timestamp < 60
+        assert all(output.events is None and output.prefill_stats is None for output in others)
+
+    with_link(server, scenario)
+
+
+def test_an_abort_that_comes_at_once_ends_the_request_as_well(server: CompletionServer) -> None:
+    async def scenario(heard: Heard) -> None:
+        await heard.begin()
+        await heard.link.send(Abort(["r/alpha.0@f"]))
+        await heard.until(lambda: bool(heard.ended))
+        assert heard.ended == [Ended("r/alpha.0@f", 0, 0)]
         assert not heard.outputs
 
     with_link(server, scenario)

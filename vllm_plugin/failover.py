@@ -16,7 +16,7 @@ from http import HTTPStatus
 
 from vllm.v1.engine import EngineCoreRequest
 
-from dynaserve import fleet, frontend_metrics, stock
+from dynaserve import fleet, frontend_metrics
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
@@ -152,8 +152,6 @@ class Failover:
             raise ConfigError(f"instance {name} is in the fleet already")
         else:
             instance = await self._links.ask(name, ADD_TIMEOUT_S)
-            if instance.description.stock:
-                logger.warning("instance %s takes whole requests only: %s", name, stock.OBSTACLE)
             fleet.choose_transport([*self.instances.values(), instance], self._transport)
             await self._links.add(instance)
 
@@ -166,7 +164,9 @@ class Failover:
         if name not in self.instances:
             raise ConfigError(f"instance {name} is not in the fleet")
         staying = self.instances.keys() - self._draining - {name}
-        if not any(self._links.liveness.health(o) is not Health.DEAD and not self.instances[o].description.stock for o in staying):
+        with_plugin = [other for other in staying if not self.instances[other].description.stock]
+        alive = any(self._links.liveness.health(other) is not Health.DEAD for other in with_plugin)
+        if not alive and not self.instances[name].description.stock:
             raise ConfigError(f"instance {name} is the last one of the fleet that lives and has the plugin")
         self._draining.add(name)
         await self._take_new_requests()

@@ -12,29 +12,31 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from http import HTTPStatus
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import httpx
 import msgspec
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve import stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.instance_link import LinkLost
-from dynaserve.messages import Abort, Beat, Ended, Event, FromInstance, Pulse, Refused, Run, Step, ToInstance
+from dynaserve.messages import Abort, Beat, Ended, FromInstance, Pulse, Run, Step, ToInstance
 from dynaserve.request_log import of_request
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 LOOK_EVERY_S = 0.25
-"""Is it there, and how busy is it."""
+LOADS_EVERY = 4
+"""So many looks whether it is there go with one at its load, for which it has to write a long page."""
 NO_ANSWER_S = 1.4
-"""Then it is taken for dead."""
+"""Then it is asked anew."""
 
 _SENT = (
     "max_tokens",
@@ -83,8 +85,13 @@ def carries(request: EngineCoreRequest) -> bool:
         return False
     said_or_ours = {*_SENT, *_OURS, *_INTERNAL}
     default = SamplingParams()
-    others = (name for name in params.__struct_fields__ if not name.startswith("_") and name not in said_or_ours)
-    return all(getattr(params, name) == getattr(default, name) for name in others)
+    names = (name for name in params.__struct_fields__ if not name.startswith("_") and name not in said_or_ours)
+    return all(_same(getattr(params, name), getattr(default, name)) for name in names)
+
+
+def _same(value: object, default: object) -> bool:
+    """Some of the values are arrays, whose == is no bool."""
+    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def body_of(request: EngineCoreRequest, model: str) -> dict[str, Any]:
@@ -103,8 +110,10 @@ class StockLink:
         self.closed = False
         self._url = instance.instance_id
         self._model = instance.description.served_model_names[0]
+        self._max_model_len = instance.description.max_model_len
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        self._http = httpx.AsyncClient(base_url=self._url, timeout=httpx.Timeout(NO_ANSWER_S, read=None), limits=limits)
+        timeout = httpx.Timeout(NO_ANSWER_S, read=None)
+        self._http = httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits, trust_env=False)
         self._said: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -117,6 +126,7 @@ class StockLink:
         """Raises ConfigError where the server does not answer."""
         try:
             await self._look(timeout_s)
+            await self._look_at_load(timeout_s)
         except (httpx.HTTPError, ValueError) as error:
             raise ConfigError(f"instance {self._url} does not answer: {error!r}") from error
         self._looking = asyncio.create_task(self._keep_looking())
@@ -127,12 +137,15 @@ class StockLink:
             return
         match message:
             case Run(request_id=request_id):
-                request: EngineCoreRequest = self._decoder.decode(frames)
-                self._running[request_id] = asyncio.create_task(self._run(request_id, request))
+                progress = _Progress(request_id, self._decoder.decode(frames), time.monotonic())
+                task = asyncio.create_task(self._run(progress))
+                self._running[request_id] = task
+                # Not in the task: one that is cancelled before it begins would say nothing.
+                task.add_done_callback(lambda _: self._end(progress))
             case Abort(request_ids=request_ids):
                 for request_id in request_ids:
-                    if (task := self._running.get(request_id)) is not None:
-                        task.cancel()
+                    if (running := self._running.get(request_id)) is not None:
+                        running.cancel()
 
     async def receive(self) -> list[bytes]:
         """The next message; raises LinkLost when there will be none."""
@@ -161,57 +174,71 @@ class StockLink:
     # -- is it there ---------------------------------------------------------------------------------------------------
 
     async def _keep_looking(self) -> None:
+        """A server that is only slow is not dead: without beats `dynaserve.liveness` decides."""
         for number in count(1):
             try:
                 await self._look(NO_ANSWER_S)
+                if number % LOADS_EVERY == 0:
+                    await self._look_at_load(NO_ANSWER_S)
+            except httpx.TimeoutException:
+                continue
             except (httpx.HTTPError, ValueError) as error:
-                if not self._over.done():
-                    self._over.set_result(f"its server does not answer: {error!r}")
+                self._over.set_result(f"its server does not answer: {error!r}")
                 return
             self._say(Beat(Pulse(number)))
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _look(self, timeout_s: float) -> None:
         (await self._http.get("/health", timeout=timeout_s)).raise_for_status()
+
+    async def _look_at_load(self, timeout_s: float) -> None:
         metrics = (await self._http.get("/metrics", timeout=timeout_s)).raise_for_status()
         self._say(Step([], stock.load_of(metrics.text), time.monotonic()))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def _run(self, request_id: str, request: EngineCoreRequest) -> None:
-        tokens = 0
+    async def _run(self, progress: _Progress) -> None:
+        """Whatever this server makes of the request but an answer, an instance with the plugin may answer it, or say what is wrong."""
         try:
-            async for output in self._answer(request_id, request):
-                tokens += len(output.new_token_ids)
+            async for output in self._answer(progress):
                 self._say_outputs(output)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            logger.warning("instance %s has not finished a request: %r", self._url, error, extra=of_request(request_id))
-            self._say_outputs(EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT))  # it is placed again
-        finally:
-            del self._running[request_id]
-            computed_tokens = len(request.prompt_token_ids or ()) + tokens - 1 if tokens else 0
-            self._say_events(Ended(request_id, computed_tokens, 0))
+            told = "instance %s has not finished a request: %r"
+            logger.warning(told, self._url, error, extra=of_request(progress.request_id))
+            self._give_back(progress)
+        except Exception:
+            logger.exception("instance %s has not finished a request", self._url, extra=of_request(progress.request_id))
+            self._give_back(progress)
 
-    async def _answer(self, request_id: str, request: EngineCoreRequest) -> AsyncIterator[EngineCoreOutput]:
+    def _give_back(self, progress: _Progress) -> None:
+        """As an engine that is told to stop does: the request is placed again."""
+        self._say_outputs(EngineCoreOutput(progress.request_id, [], finish_reason=FinishReason.ABORT))
+
+    def _end(self, progress: _Progress) -> None:
+        del self._running[progress.request_id]
+        self._say(Step([Ended(progress.request_id, progress.computed_tokens, 0)], None, time.monotonic()))
+
+    async def _answer(self, progress: _Progress) -> AsyncIterator[EngineCoreOutput]:
         """Raises what the request did not survive on this server, and another may."""
-        async with self._http.stream("POST", "/v1/completions", json=body_of(request, self._model)) as response:
-            if response.is_client_error and response.status_code != HTTPStatus.TOO_MANY_REQUESTS:
+        finished = False
+        async with self._http.stream("POST", "/v1/completions", json=body_of(progress.request, self._model)) as response:
+            if response.is_error:
                 said = (await response.aread()).decode(errors="replace")[:500]
-                self._say_events(Refused(request_id, f"HTTP {response.status_code}: {said}"))
-                return
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = msgspec.json.decode(line.removeprefix("data: "), type=_Chunk)
+                raise httpx.HTTPStatusError(f"HTTP {response.status_code}: {said}", request=response.request, response=response)
+            async for line in _lines(response):
+                if finished or not line.startswith(b"data: {"):
+                    continue  # to the end, so that the connection can be used again
+                chunk = msgspec.json.decode(line.removeprefix(b"data: "), type=_Chunk)
                 if chunk.error is not None:
                     raise httpx.RemoteProtocolError(f"the answer ended with {chunk.error}")
                 for choice in chunk.choices:
-                    reason = None if choice.finish_reason is None else _FINISH_REASONS[choice.finish_reason]
-                    yield EngineCoreOutput(request_id, choice.token_ids or [], finish_reason=reason, stop_reason=choice.stop_reason)
-                    if reason is not None:
-                        return
-        raise httpx.RemoteProtocolError("the answer ended without a finish reason")
+                    output = progress.take(choice)
+                    finished = output.finish_reason is not None
+                    yield output
+                    if choice.finish_reason == "length" and not progress.is_full(self._max_model_len):
+                        raise httpx.RemoteProtocolError(f"the server ends answers after {progress.tokens} tokens")
+        if not finished:
+            raise httpx.RemoteProtocolError("the answer ended without a finish reason")
 
     # -- what it would say ---------------------------------------------------------------------------------------------
 
@@ -219,8 +246,51 @@ class StockLink:
         if not self.closed:
             self._said.put_nowait([msgspec.msgpack.encode(message), *(bytes(frame) for frame in frames)])
 
-    def _say_events(self, *events: Event) -> None:
-        self._say(Step(list(events), None, time.monotonic()))
-
     def _say_outputs(self, *outputs: EngineCoreOutput) -> None:
         self._say(Step([], None, time.monotonic()), self._encoder.encode(EngineCoreOutputs(outputs=list(outputs))))
+
+
+@dataclass
+class _Progress:
+    """Of a request. tokens: of its answer so far. sent_s: on the monotonic clock."""
+
+    request_id: str
+    request: EngineCoreRequest
+    sent_s: float
+    tokens: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids or ())
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens + self.tokens - 1 if self.tokens else 0
+
+    def is_full(self, max_model_len: int) -> bool:
+        """Whether the answer is as long as it may be."""
+        params = self.request.sampling_params
+        assert params is not None
+        assert params.max_tokens is not None
+        return bool(self.tokens >= min(params.max_tokens, max_model_len - self.prompt_tokens))
+
+    def take(self, choice: _Choice) -> EngineCoreOutput:
+        """The first output tells what an engine tells with it: AsyncLLM's metrics need that."""
+        first = not self.tokens
+        self.tokens += len(choice.token_ids or ())
+        reason = None if choice.finish_reason is None else _FINISH_REASONS[choice.finish_reason]
+        output = EngineCoreOutput(self.request_id, choice.token_ids or [], finish_reason=reason, stop_reason=choice.stop_reason)
+        if first:
+            output.events = [EngineCoreEvent(kind, self.sent_s) for kind in (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)]
+            output.prefill_stats = PrefillStats()
+            output.prefill_stats.set(self.prompt_tokens, 0, 0)
+        return output
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Without their ends. httpx's own `aiter_lines` ends a line at U+2028 as well, which may be in a text."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
