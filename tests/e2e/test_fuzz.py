@@ -13,7 +13,7 @@ from tests.e2e.fuzz_frames import fuzz_frames
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SEED = 1
-CASES, MESSAGES = 60, 400
+CASES, MESSAGES = 26, 400
 
 
 def test_malformed_requests_end_in_no_server_error(fleet: FleetUnderTest, tmp_path: Path) -> None:
