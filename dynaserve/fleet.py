@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,14 +111,14 @@ def _checked(instances: list[Instance]) -> list[Instance]:
     return [completed(instance, first) for instance in instances]
 
 
-def reference_of(instances: Sequence[Instance]) -> Instance:
+def reference_of(instances: Collection[Instance]) -> Instance:
     """The first one with the plugin, which all others must fit. Raises ConfigError where there is none."""
     for instance in instances:
         if not instance.description.stock:
             return instance
     raise ConfigError(
         "none of the instances is a DynaServe instance: start one at least with `vllm serve MODEL --plugin dynaserve`, "
-        f"{instances[0].instance_id} is a vLLM server without the plugin"
+        f"{', '.join(instance.instance_id for instance in instances)} have no plugin"
     )
 
 

@@ -104,7 +104,7 @@ class FleetLinks:
         name = instance.instance_id
         if name in self._adding or name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already, or is just joining")
-        instance = self._fitting(instance, fleet.reference_of(list(self.instances.values())))
+        instance = self._fitting(instance, fleet.reference_of(self.instances.values()))
         self._adding.add(name)
         try:
             await self._join(instance, ANSWER_TIMEOUT_S)

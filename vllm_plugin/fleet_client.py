@@ -174,7 +174,7 @@ class FleetClient(Failover):
     @property
     def _reference(self) -> Instance:
         """One with the plugin: what it says of itself holds for the fleet."""
-        return fleet.reference_of(list(self.instances.values()))
+        return fleet.reference_of(self.instances.values())
 
     def snapshot(self) -> fleet_view.Snapshot:
         """What is known now, for those who look."""

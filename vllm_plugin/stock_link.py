@@ -58,6 +58,13 @@ _SENT = (
 _OURS = ("n", "stop", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "extra_args")
 """What the front-end does itself: text out of tokens, several answers as requests of their own, and DynaServe's own arguments."""
 _INTERNAL = ("output_kind", "stream_interval", "skip_clone", "output_text_buffer_length")
+_DEFAULT = SamplingParams()
+_NOT_SAID = {
+    name: getattr(_DEFAULT, name)
+    for name in _DEFAULT.__struct_fields__
+    if not name.startswith("_") and name not in {*_SENT, *_OURS, *_INTERNAL}
+}
+"""What cannot be said over HTTP: the other parameters, with the values that need not be."""
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 
 
@@ -83,10 +90,7 @@ def carries(request: EngineCoreRequest) -> bool:
         return False
     if any(not name.startswith("dynaserve_") for name in params.extra_args or {}):
         return False
-    said_or_ours = {*_SENT, *_OURS, *_INTERNAL}
-    default = SamplingParams()
-    names = (name for name in params.__struct_fields__ if not name.startswith("_") and name not in said_or_ours)
-    return all(_same(getattr(params, name), getattr(default, name)) for name in names)
+    return all(_same(getattr(params, name), default) for name, default in _NOT_SAID.items())
 
 
 def _same(value: object, default: object) -> bool:
@@ -233,9 +237,12 @@ class StockLink:
                     raise httpx.RemoteProtocolError(f"the answer ended with {chunk.error}")
                 for choice in chunk.choices:
                     output = progress.take(choice)
+                    cut_short = output.finish_reason is FinishReason.LENGTH and not progress.is_full(self._max_model_len)
+                    if cut_short:
+                        output.finish_reason = None  # the request is not over, only this server is done with it
                     finished = output.finish_reason is not None
                     yield output
-                    if choice.finish_reason == "length" and not progress.is_full(self._max_model_len):
+                    if cut_short:
                         raise httpx.RemoteProtocolError(f"the server ends answers after {progress.tokens} tokens")
         if not finished:
             raise httpx.RemoteProtocolError("the answer ended without a finish reason")
