@@ -2,8 +2,9 @@
 
 It is never mended: ZeroMQ would connect anew and lose, in silence, what was under way.  Who loses a link opens another one.
 
-ZeroMQ's own heartbeats (ZMTP PING and PONG) end a connection whose other end is stopped.  Its I/O thread answers them, so an event
-loop that is busy for seconds, or a long hold of the interpreter's lock, is not taken for a death.
+A gateway that says nothing is asked for a greeting: whoever connects to a ZeroMQ socket gets its first byte at once, from the I/O
+thread.  So an event loop that is busy for seconds, or a long hold of the interpreter's lock, is not taken for a death, and a process
+that is stopped is.  How long it has not answered is counted in looks of our own event loop: a pause of ours is nobody's silence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -25,12 +27,15 @@ from dynaserve.messages import LONGEST_ANSWER_FRAME_BYTES, Beat, Bye, FromInstan
 _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
 
 
-PING_MS, NO_PONG_MS = 200, 1600
-"""How often either end of a connection asks whether the other one lives, and how long it waits for the answer."""
+LOOK_S, MOST_UNANSWERED = 0.25, 6
+"""How often it is looked whether the instance has said anything, and after how many looks without a word or a greeting it is dead."""
+PING_MS, NO_PONG_MS = 1_000, 10_000
+"""ZeroMQ's own heartbeats: how often either end pings, and how long it waits for the answer. Its clock also runs while the process
+that waits is paused, so the wait is long."""
 
 
 def keep_alive(socket: zmq.Socket[Any]) -> None:
-    """To be called before it is bound or connected."""
+    """Ends connections to machines that have vanished. To be called before the socket is bound or connected."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, NO_PONG_MS)
 
@@ -63,6 +68,7 @@ class InstanceLink:
         self._gateway = gateway
         self._hello = Hello(frontend_id, session=session)
         self.closed = False
+        self._heard = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 500  # of a goodbye
         self._socket.set_hwm(0)  # sends never wait: an abort cannot overtake an announcement
@@ -117,26 +123,72 @@ class InstanceLink:
             if self.closed:
                 raise LinkLost("closed") from error
             raise
+        self._heard = True
         return frames
 
     async def ended(self) -> str:
-        """Waits until the connection has ended, and returns how."""
+        """Waits until the connection has ended, or the instance answers no more, and returns how."""
+        cut, silent = asyncio.create_task(self._cut()), asyncio.create_task(self._silent())
+        try:
+            await asyncio.wait((cut, silent), return_when=asyncio.FIRST_COMPLETED)
+            return (cut if cut.done() else silent).result()
+        finally:
+            cut.cancel()
+            silent.cancel()
+            await asyncio.gather(cut, silent, return_exceptions=True)
+
+    async def _silent(self) -> str:
+        unanswered = 0
+        greeting: asyncio.Task[bool] | None = None
+        try:
+            while unanswered < MOST_UNANSWERED:
+                await asyncio.sleep(LOOK_S)
+                heard, self._heard = self._heard, False
+                if greeting is not None and greeting.done():
+                    heard |= greeting.result()
+                    greeting = None
+                unanswered = 0 if heard else unanswered + 1
+                if not heard and greeting is None:
+                    greeting = asyncio.create_task(_greeted(self._gateway))
+        finally:
+            if greeting is not None:
+                greeting.cancel()
+        return f"its API process has not answered for {MOST_UNANSWERED * LOOK_S:g} s"
+
+    async def _cut(self) -> str:
         try:
             event = parse_monitor_message(await self._monitor.recv_multipart())
         except (zmq.ZMQError, asyncio.CancelledError) as error:
             if self.closed:
                 raise LinkLost("closed") from error
             raise
-        return "its connection was cut, or answers no more" if event["event"] == zmq.EVENT_DISCONNECTED else "its connection was closed"
+        return "its connection was cut" if event["event"] == zmq.EVENT_DISCONNECTED else "its connection was closed"
 
     def close(self, *, bye: bool = False) -> None:
         """bye: say so, for the instance to stop what runs for us. Idempotent; also where the event loop has gone."""
         if self.closed:
             return
         self.closed = True
+        if self._socket.closed:  # with its context
+            return
         if bye:
             with contextlib.suppress(zmq.Again):  # the connection has ended
                 zmq.Socket.shadow(self._socket.underlying).send(msgspec.msgpack.encode(Bye()), zmq.NOBLOCK)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=None if bye else 0)
+
+
+async def _greeted(gateway: str) -> bool:
+    """Whether a ZeroMQ socket there sends the first byte that it sends to anybody (ZMTP 3.1, 2.1). Waits for it for ever."""
+    at = urlsplit(gateway)
+    try:
+        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    except OSError:
+        return False
+    try:
+        return bool(await reader.read(1))
+    except OSError:
+        return False
+    finally:
+        writer.close()

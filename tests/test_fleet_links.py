@@ -16,7 +16,7 @@ from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
 from dynaserve.fleet_secret import FleetSecret, secure_server
-from dynaserve.instance_link import InstanceLink
+from dynaserve.instance_link import InstanceLink, keep_alive
 from dynaserve.liveness import Changed, FleetLiveness, Health, Limits
 from dynaserve.messages import (
     PROTOCOL_VERSION,
@@ -74,6 +74,7 @@ class Gateway:
     def start(self, context: zmq.asyncio.Context) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        keep_alive(self.socket)
         secure_server(self.socket, self.secret)
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.tasks = [asyncio.create_task(self.serve()), asyncio.create_task(self.beat())]

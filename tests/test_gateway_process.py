@@ -19,7 +19,7 @@ from dynaserve.liveness import Health, Limits
 from tests.test_fleet_links import Frontend, Gateway, until
 
 BUSY_S = 4.0
-"""Longer than ZeroMQ's heartbeats wait."""
+"""Longer than a process may be silent that does not greet."""
 
 
 def _serve(address: Connection) -> None:
@@ -65,13 +65,61 @@ def run(scenario: Callable[[Frontend, int, Connection], Awaitable[None]]) -> Non
         process.join()
 
 
+def _look(gateway_address: str, healths: Connection) -> None:
+    """A front-end; asked, it tells the states of its instance so far, and how many messages it has heard."""
+
+    async def look() -> None:
+        gateway = Gateway()
+        gateway.address = gateway_address
+        frontend = Frontend(gateway)
+        await frontend.connect()
+        healths.send(None)
+        while True:
+            await asyncio.sleep(0.05)
+            if healths.poll():
+                healths.recv()
+                healths.send(([health.value for health, _ in frontend.healths], len(frontend.messages)))
+
+    asyncio.run(look())
+
+
+def test_a_frontend_that_was_stopped_keeps_its_connections() -> None:
+    async def scenario() -> None:
+        gateway, context = Gateway(), zmq.asyncio.Context()
+        gateway.start(context)
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=_look, args=(gateway.address, theirs), daemon=True)
+        process.start()
+        try:
+            await until(ours.poll)
+            ours.recv()
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(BUSY_S)
+            os.kill(process.pid, signal.SIGCONT)
+            await asyncio.sleep(BUSY_S / 2)
+            ours.send("tell")
+            await until(ours.poll)
+            healths, messages = ours.recv()
+        finally:
+            process.kill()
+            process.join()
+            gateway.cut()
+            await asyncio.sleep(0)
+            context.destroy(linger=0)
+        assert healths == [Health.UP.value]
+        assert messages > BUSY_S / 0.05, "what was said meanwhile was heard"
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("kind", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_process_that_is_stopped_or_killed_loses_its_connection(kind: signal.Signals) -> None:
     async def scenario(frontend: Frontend, pid: int, _: Any) -> None:
         frontend.links.liveness.limits = Limits()  # with which a hanging event loop has time
         os.kill(pid, kind)
         await until(lambda: (Health.DEAD, 1) in frontend.healths)
-        assert "connection" in frontend.changes[-1].reason
+        assert ("connection was" if kind is signal.SIGKILL else "has not answered") in frontend.changes[-1].reason
         if kind is signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
             await until(lambda: frontend.healths[-1] == (Health.UP, 2))
