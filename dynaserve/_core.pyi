@@ -642,6 +642,10 @@ class Placement:
     def split_token(self) -> int:
         """The end of alpha; the cut if there is a beta."""
 
+    @property
+    def end_token(self) -> int:
+        """Up to where the request is expected to be computed."""
+
     def __eq__(self, arg: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
@@ -703,6 +707,32 @@ class Progress:
 
     def __repr__(self) -> str: ...
 
+class OtherRequest:
+    """
+    A micro-request that another front-end has on an instance: it computes [computed_tokens, end_token).
+    """
+
+    def __init__(self, *, computed_tokens: int, prompt_tokens: int, end_token: int, waits: bool = False) -> None: ...
+
+    @property
+    def computed_tokens(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def end_token(self) -> int: ...
+
+    @property
+    def waits(self) -> bool:
+        """For the KV of its first half."""
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
 class Scheduler:
     """
     Decides which instance computes which tokens of a request.  Not thread-safe.
@@ -734,6 +764,12 @@ class Scheduler:
 
     def report(self, instance_id: str, progress: Sequence[Progress], now_ms: float) -> None:
         """Actual progress on an instance replaces the predicted."""
+
+    def report_others(self, instance_id: str, others: Sequence[OtherRequest], now_ms: float) -> None:
+        """
+        All that other front-ends have on the instance now.
+        ValueError: a token count is negative or above 2^40.
+        """
 
     def predict_end_ms(self, request_id: str, now_ms: float) -> float | None:
         """
@@ -998,7 +1034,7 @@ class SimulatedRequest:
 class SimulationOptions:
     """A simulated fleet."""
 
-    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, step_sigma: float, tbt_slo_ms: float, seed: int) -> None: ...
+    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, revises: bool = True, step_sigma: float, tbt_slo_ms: float, seed: int) -> None: ...
 
 class SimulatedOutcome:
     """What became of a request; absolute times."""
@@ -1056,6 +1092,13 @@ class SimulationResult:
 
     @property
     def gap_counts(self) -> list[int]: ...
+
+    @property
+    def moved(self) -> int:
+        """Hand-offs, after their placement."""
+
+    @property
+    def lifted(self) -> int: ...
 
     @property
     def end_ms(self) -> float: ...

@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.kv_transfer.wire import TransferId
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -54,6 +54,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
     transfer_id: names the KV transfer to the beta; None where there is none. chunked: send KV while computing, not at the end.
     output_token_ids: what another instance, lost since, has sampled: they are computed anew, as output, and not told again.
+    end_token: up to which token the request is expected to be computed; other front-ends hear of it (`Reserved`).
     """
 
     request_id: RequestId
@@ -61,13 +62,14 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     transfer_id: TransferId | None = None
     chunked: bool = True
     output_token_ids: TokenIds = []
+    end_token: Tokens = 0
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
     """Reserve blocks for `hand_off_at` tokens that `senders` will write; resume at `Continue`. + engine frames.
 
     senders: the alpha instance's workers by tensor-parallel rank. Answered by `Granted` or `Refused`; what is granted may grow
-    (`Granted` again), and may be taken back until `Continue` (`Revoked`).
+    (`Granted` again), and may be taken back until `Continue` (`Revoked`). end_token: as in `Run`.
     """
 
     request_id: RequestId
@@ -75,6 +77,7 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     transfer_id: TransferId
     transport: Name
     senders: Annotated[list[WorkerEndpoint], Meta(max_length=4096)]
+    end_token: Tokens = 0
 
 
 class Continue(msgspec.Struct, frozen=True, tag=True):
@@ -253,14 +256,27 @@ class Pulse(msgspec.Struct, frozen=True):
     step_predicted_ms: float | None = None
 
 
+class Reserved(msgspec.Struct, frozen=True, array_like=True):
+    """A micro-request of another front-end: the instance is expected to compute its tokens [computed_tokens, end_token).
+
+    computed_tokens: from the start of the request, as far as its output tells. waits: for its KV.
+    """
+
+    computed_tokens: Tokens
+    prompt_tokens: Tokens
+    end_token: Tokens
+    waits: bool = False
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """A sign of life of the API process. pulse: the newest of its engine core; None: none has come yet.
 
-    draining: the instance finishes what it runs and takes nothing new.
+    draining: the instance finishes what it runs and takes nothing new. others: all that other front-ends have on it.
     """
 
     pulse: Pulse | None
     draining: bool = False
+    others: list[Reserved] = []
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):

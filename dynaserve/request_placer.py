@@ -13,9 +13,19 @@ from typing import Any
 from dynaserve.cached_prefixes import CachedPrefixes, prefix_of
 from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.execution_predictor import InstanceLimits
-from dynaserve.global_scheduler import CachedPrefix, GlobalScheduler, InstanceState, Placement, Progress, RequestSpec, Revision, Slo
+from dynaserve.global_scheduler import (
+    CachedPrefix,
+    GlobalScheduler,
+    InstanceState,
+    OtherRequest,
+    Placement,
+    Progress,
+    RequestSpec,
+    Revision,
+    Slo,
+)
 from dynaserve.length_predictor import LengthForecast, LengthPredictor, LengthQuery
-from dynaserve.messages import InstanceDescription, Load
+from dynaserve.messages import InstanceDescription, Load, Reserved
 from dynaserve.step_latency import BatchShape
 
 REPORT_EVERY_MS = 200.0
@@ -219,6 +229,19 @@ class RequestPlacer:
                 decode_context_tokens=step.decode_context_tokens,
             )
             self.scheduler.observe_step(instance_id, shape, step.measured_ms, now_ms)
+
+    def hear_of_others(self, instance_id: str, others: Sequence[Reserved], now_ms: float) -> None:
+        """All that other front-ends have on an instance now."""
+        known = [
+            OtherRequest(
+                computed_tokens=other.computed_tokens,
+                prompt_tokens=other.prompt_tokens,
+                end_token=other.end_token,
+                waits=other.waits,
+            )
+            for other in others
+        ]
+        self.scheduler.report_others(instance_id, known, now_ms)
 
     def wants_progress(self, instance_id: str, now_ms: float) -> bool:
         """Whether the last progress of this instance is old enough to be told again."""

@@ -20,21 +20,23 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, derive, secure_client
 from dynaserve.instance_link import InstanceLink
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.messages import Abort, Hello, Run, ToInstance, Welcome, WorkerDescription
+from dynaserve.messages import Abort, Beat, Ended, FromInstance, Hello, Reserved, Run, ToInstance, Welcome, WorkerDescription
 from dynaserve.messages import InstanceDescription as Description
 from tests.test_fleet_links import description, until
 from tests.test_wire_limits import almost
 from vllm_plugin import gateway as gateway_module
 from vllm_plugin.gateway import DROPPED, Gateway
 from vllm_plugin.heart import Heart, StepClock
+from vllm_plugin.micro_requests import EXTRA_ARG
 from vllm_plugin.options import PLUGIN, PluginOptions
+from vllm_plugin.scheduler import EVENT_CARRIER
 
 WORKER = WorkerDescription(WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""}), "layout", 1)
 LINE = "0123456789abcdef0123456789abcdef"
@@ -160,7 +162,7 @@ def test_a_frame_that_is_too_long_ends_the_connection_of_its_sender_only(monkeyp
         right, wrong = await instance.link("right", None), await instance.link("wrong", None)
         await wrong.send(Run("r"), [bytes(10_001)])
         async with asyncio.timeout(30):
-            assert await wrong.ended() == "its connection was cut, or answers no more"
+            assert await wrong.ended() == "its connection was cut"
             await right.receive()
         before = DROPPED.labels("malformed")._value.get()
         await right.send(Run("r"), [b"malformed"])
@@ -183,6 +185,33 @@ def test_a_message_of_too_many_frames_is_dropped(monkeypatch: pytest.MonkeyPatch
             await peer.send(msgspec.msgpack.encode(Hello("few")))
             assert isinstance(msgspec.msgpack.decode(await peer.recv(), type=Welcome), Welcome)
             assert DROPPED.labels("malformed")._value.get() == before + 1
+
+    run(scenario)
+
+
+async def told(link: InstanceLink, others: list[Reserved]) -> None:
+    """Waits for a beat that tells this of other front-ends."""
+    async with asyncio.timeout(30):
+        while True:
+            message = msgspec.msgpack.decode((await link.receive())[0], type=FromInstance)
+            if isinstance(message, Beat) and message.others == others:
+                return
+
+
+def test_a_front_end_hears_what_others_have_reserved() -> None:
+    async def scenario(instance: Instance) -> None:
+        first, second = await instance.link("first", None), await instance.link("second", None)
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        await first.send(Run("r", end_token=20), MsgpackEncoder().encode(request))
+        await told(second, [Reserved(0, 2, 20)])
+        await instance.gateway.take(EngineCoreOutputs(outputs=[EngineCoreOutput("r", [7]), EngineCoreOutput("r", [8, 9])]))
+        await told(second, [Reserved(4, 2, 20)])
+        await told(first, [])
+        ended = {EXTRA_ARG: msgspec.to_builtins([Ended("r", 4, 0)])}
+        await instance.gateway.take(EngineCoreOutputs(outputs=[EngineCoreOutput(EVENT_CARRIER, [], kv_transfer_params=ended)]))
+        await told(second, [])
+        first.close()
+        second.close()
 
     run(scenario)
 

@@ -17,6 +17,7 @@ from dynaserve.global_scheduler import (
     InstanceState,
     MicroRequest,
     Options,
+    OtherRequest,
     Placement,
     PlacementReason,
     Policy,
@@ -142,6 +143,25 @@ def test_colocated_instances_take_turns(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler("colocated", instances="abc")
     placements = [scheduler.place(simple_request(str(number))) for number in range(6)]
     assert [placement.alpha.instance_id for placement in placements if placement] == list("abcabc")
+
+
+def test_what_other_front_ends_have_placed_counts(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    scheduler.report_others("a", [OtherRequest(computed_tokens=10, prompt_tokens=10, end_token=40, waits=True)], 0.0)
+    assert scheduler.reserved_tokens("a") == 30
+    placements = [scheduler.place(simple_request(str(number))) for number in range(2)]
+    assert [placement.alpha.instance_id for placement in placements if placement is not None] == ["b", "b"]
+    scheduler.report_others("a", [], 0.0)
+    assert scheduler.reserved_tokens("a") == 0
+
+
+@pytest.mark.parametrize("name", ["computed_tokens", "prompt_tokens", "end_token"])
+def test_impossible_reservations_of_others_are_refused(make_scheduler: MakeScheduler, name: str) -> None:
+    scheduler = make_scheduler()
+    tokens = {"computed_tokens": 1, "prompt_tokens": 2, "end_token": 3}
+    with pytest.raises(ValueError, match=f"{name} is -1"):
+        scheduler.report_others("a", [OtherRequest(**tokens), OtherRequest(**tokens | {name: -1})], 0.0)
+    assert scheduler.reserved_tokens("a") == 0
 
 
 def test_disaggregated_prefills_on_the_first_half_and_decodes_on_the_rest(make_scheduler: MakeScheduler) -> None:
@@ -323,13 +343,15 @@ class Model:
     options: Options
     accepts_new: dict[str, bool] = field(default_factory=dict)
     whole_only: set[str] = field(default_factory=set)
+    others: dict[str, int] = field(default_factory=dict)
     last_used: dict[str, int] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     num_reservations: int = 0
 
     def reserved_tokens(self, instance_id: str) -> int:
         held = [part for placement in self.placements.values() for part in parts(placement)]
-        return sum(part.end_token - part.start_token for part in held if part.instance_id == instance_id)
+        own = sum(part.end_token - part.start_token for part in held if part.instance_id == instance_id)
+        return own + self.others.get(instance_id, 0)
 
     def reserve(self, request_id: str, placement: Placement) -> None:
         self.placements[request_id] = placement
@@ -339,6 +361,7 @@ class Model:
 
     def remove(self, instance_id: str) -> None:
         self.accepts_new.pop(instance_id, None)
+        self.others.pop(instance_id, None)
         self.last_used.pop(instance_id, None)
 
     def place(self, request: RequestSpec) -> Placement | None:
@@ -416,6 +439,13 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
         self.scheduler.remove(instance_id)
         self.model.remove(instance_id)
 
+    @rule(instance_id=st.sampled_from(INSTANCE_IDS), tokens=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=3))
+    def hear_of_others(self, instance_id: str, tokens: list[tuple[int, int]]) -> None:
+        others = [OtherRequest(computed_tokens=computed, prompt_tokens=50, end_token=end) for computed, end in tokens]
+        self.scheduler.report_others(instance_id, others, 0.0)
+        if instance_id in self.model.accepts_new:
+            self.model.others[instance_id] = sum(max(0, end - computed) for computed, end in tokens)
+
     @rule(target=placed, request=requests())
     def place(self, request: RequestSpec) -> str:
         self.num_placed += 1
@@ -447,6 +477,8 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         for request_id in list(self.model.placements):
             self.scheduler.finish(request_id)
+        for instance_id in INSTANCE_IDS:
+            self.scheduler.report_others(instance_id, [], 0.0)
         self.scheduler.check_invariants()
         assert [self.scheduler.reserved_tokens(instance_id) for instance_id in INSTANCE_IDS] == [0] * len(INSTANCE_IDS)
 

@@ -13,6 +13,7 @@ from dynaserve.global_scheduler import (
     GlobalScheduler,
     InstanceState,
     Options,
+    OtherRequest,
     Placement,
     PlacementReason,
     Policy,
@@ -90,6 +91,53 @@ def test_a_queue_sends_the_next_request_elsewhere() -> None:
     scheduler = fleet(Policy.dynamic)
     first = placed(scheduler, request("a", prompt=30_000), 0.0)
     assert placed(scheduler, request("b", prompt=100), 1.0).alpha.instance_id != first.alpha.instance_id
+
+
+def other(computed: int, prompt: int, end: int, *, waits: bool = False) -> OtherRequest:
+    return OtherRequest(computed_tokens=computed, prompt_tokens=prompt, end_token=end, waits=waits)
+
+
+def test_prompts_of_other_front_ends_stand_in_the_queue_until_they_are_over() -> None:
+    scheduler = fleet(Policy.dynamic)
+    scheduler.report_others("i0", [other(0, 30_000, 30_100), other(500, 400, 600)], 0.0)
+    first = placed(scheduler, request("a", prompt=100), 1.0)
+    assert first.alpha.instance_id == "i1"
+    scheduler.report_others("i0", [], 2.0)
+    scheduler.report_others("i1", [other(0, 30_000, 30_100)], 2.0)
+    assert placed(scheduler, request("b", prompt=100), 3.0).alpha.instance_id == "i0"
+    scheduler.check_invariants()
+
+
+def test_a_waiting_half_of_another_front_end_holds_memory_only() -> None:
+    def times(*others: OtherRequest) -> list[float]:
+        scheduler = fleet(Policy.dynamic, num_instances=1)
+        scheduler.report_others("i0", list(others), 0.0)
+        prediction = placed(scheduler, request("a"), 1.0).prediction
+        assert prediction is not None
+        return [prediction.ttft_ms, prediction.decode_step_ms]
+
+    assert times(other(5000, 5000, 5100, waits=True)) == times()
+    assert times(other(0, 5000, 5100)) > times()
+
+
+def test_an_instance_looks_at_few_of_its_hand_offs_at_a_time() -> None:
+    scheduler, now_ms = fleet(Policy.dynamic), 0.0
+    for number in range(120):
+        now_ms += 5.0
+        scheduler.place(request(f"decode-{number}", prompt=200, output=2000), now_ms)
+    now_ms += 8000.0
+    cuts = {name: placed(scheduler, request(name, prompt=6000), now_ms) for name in map(str, range(12))}
+    alpha = max("i0", "i1", key=[cut.alpha.instance_id for cut in cuts.values()].count)
+    waiting = [name for name, cut in cuts.items() if cut.alpha.instance_id == alpha and cut.beta is not None]
+    scheduler.report_others("i0" if alpha == "i1" else "i1", [other(0, 60_000, 60_100)] * 3, now_ms + 250.0)
+
+    def revised(at_ms: float) -> list[str]:
+        return [name for name in waiting if scheduler.revise(name, at_ms) is not None]
+
+    assert len(waiting) > 8
+    assert revised(now_ms + 250.0) == waiting[:4]
+    assert revised(now_ms + 449.0) == []
+    assert revised(now_ms + 450.0) == waiting[4:8]
 
 
 def test_a_finished_request_leaves_the_timeline() -> None:
@@ -179,7 +227,7 @@ def test_any_calls_in_any_order_keep_the_books(policy: Policy, data: st.DataObje
     now_ms, names = 0.0, [f"i{n}" for n in range(4)]
     for number in range(data.draw(st.integers(1, 25))):
         now_ms += data.draw(st.floats(-10.0, 2000.0))
-        match data.draw(st.sampled_from(["place", "place", "place", "finish", "report", "observe", "remove"])):
+        match data.draw(st.sampled_from(["place", "place", "place", "finish", "report", "others", "observe", "remove"])):
             case "place":
                 spec = request(
                     str(number),
@@ -203,6 +251,10 @@ def test_any_calls_in_any_order_keep_the_books(policy: Policy, data: st.DataObje
                     for r, spec in live.items()
                 ]
                 scheduler.report(data.draw(st.sampled_from(names)), progress, now_ms)
+            case "others":
+                counts = st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
+                others = [other(*tokens, waits=number % 2 == 0) for tokens in data.draw(st.lists(counts, max_size=4))]
+                scheduler.report_others(data.draw(st.sampled_from(names)), others, now_ms)
             case "observe":
                 limits = InstanceLimits(step_ms=data.draw(st.sampled_from([47.5, 95.0])), kv_tokens=200_000)
                 scheduler.observe(InstanceState(data.draw(st.sampled_from(names)), data.draw(st.booleans()), limits))

@@ -318,6 +318,7 @@ class FleetClient(Failover):
                 await self._on_step(instance, message, outputs)
             case Beat(pulse=pulse, draining=draining):
                 await self._links.heard(instance, pulse)
+                self._placer.hear_of_others(instance, message.others, 1e3 * time.monotonic())
                 if draining and instance not in self._stopping:
                     self._stopping.add(instance)
                     await self._take_new_requests()
@@ -441,7 +442,8 @@ class FleetClient(Failover):
                     self.on_unavailable(live.internal_id, reason, status)
                 case SendRun(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
                     transfer_id = None if hand_off is None else live.transfer_id
-                    run = Run(self._wire_id(live, Side.ALPHA), hand_off, transfer_id, live.chunked, list(tokens))
+                    wire_id, end_token = self._wire_id(live, Side.ALPHA), live.flow.placement.end_token
+                    run = Run(wire_id, hand_off, transfer_id, live.chunked, list(tokens), end_token)
                     await self._send(name, run, resumed(live.request) if tokens else live.request)
                 case SendAnnounce(instance_id=name, hand_off_at=hand_off):
                     await self._send(name, self._announce(live, hand_off), live.request)
@@ -460,9 +462,9 @@ class FleetClient(Failover):
 
     def _announce(self, live: Live, hand_off_at: int) -> Announce:
         senders = self.instances[live.flow.placement.alpha.instance_id].description.workers
-        return Announce(
-            self._wire_id(live, Side.BETA), hand_off_at, live.transfer_id, live.transport, [worker.endpoint for worker in senders]
-        )
+        endpoints = [worker.endpoint for worker in senders]
+        wire_id, end_token = self._wire_id(live, Side.BETA), live.flow.placement.end_token
+        return Announce(wire_id, hand_off_at, live.transfer_id, live.transport, endpoints, end_token)
 
     def _wire_id(self, live: Live, side: Side, attempt: int | None = None) -> str:
         """Unique over front-ends, their restarts, and the attempts at a request. attempt: None is the present one."""

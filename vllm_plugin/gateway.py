@@ -44,6 +44,7 @@ from dynaserve.messages import (
     Granted,
     Hello,
     InstanceDescription,
+    Lifted,
     Load,
     LoraAdded,
     Move,
@@ -51,6 +52,7 @@ from dynaserve.messages import (
     Pulse,
     Refused,
     Release,
+    Resumed,
     Run,
     SenderLost,
     Step,
@@ -58,6 +60,7 @@ from dynaserve.messages import (
     Welcome,
 )
 from dynaserve.request_flow import ENGINE_GAVE_UP
+from dynaserve.reservations import Reservations
 from dynaserve.step_report import BatchReport
 from vllm_plugin import patches, step_metrics
 from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
@@ -89,6 +92,7 @@ class Gateway:
     context: zmq.asyncio.Context
     socket: zmq.asyncio.Socket
     routes: dict[str, bytes] = field(default_factory=dict)
+    reservations: Reservations = field(default_factory=Reservations)
     transfers: dict[str, str] = field(default_factory=dict)
     """Transfer id per live request id."""
     sessions: FrontendSessions = field(default_factory=FrontendSessions)
@@ -170,7 +174,7 @@ class Gateway:
         """Tells every front-end that this instance lives; it finds out who has gone."""
         while True:
             for identity in self.sessions.identities:
-                await self._send(identity, Beat(self.pulse, self.draining))
+                await self._send(identity, Beat(self.pulse, self.draining, self.reservations.of_others(identity)))
             await asyncio.sleep(BEAT_S)
 
     async def _drop(self, identity: bytes) -> None:
@@ -209,19 +213,20 @@ class Gateway:
                 await self._hello(identity, message)
             case SenderLost(worker_ids=worker_ids):
                 self._call("dynaserve_peers_lost", worker_ids)
-            case Run(request_id=request_id, hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
+            case Run(hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
                 role = "whole" if hand_off_at is None else "alpha"
                 plan = Plan(role, hand_off_at, transfer_id, output_token_ids=message.output_token_ids or None, chunked=chunked)
-                await self._add(identity, request_id, plan, frames)
-            case Announce(request_id=request_id):
+                await self._add(identity, message, plan, frames)
+            case Announce():
                 plan = Plan("beta", message.hand_off_at, message.transfer_id, message.transport, message.senders)
-                if await self._add(identity, request_id, plan, frames):
-                    self._spawn(self._answer_announce(identity, request_id))
+                if await self._add(identity, message, plan, frames):
+                    self._spawn(self._answer_announce(identity, message.request_id))
             case Continue() if self._owns(identity, message.request_id):
                 self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids, time.monotonic())
             case Prepare() if self._owns(identity, message.request_id):
                 self._call("dynaserve_prepare")
             case Move() if self._owns(identity, message.request_id):
+                self.reservations.moved(message.request_id, message.hand_off_at)
                 self._call("dynaserve_move", message.request_id, message.hand_off_at)
             case Release() if self._owns(identity, message.request_id):
                 self._call("dynaserve_release", message.request_id)
@@ -256,7 +261,8 @@ class Gateway:
         """Late messages for a request that is over are normal; those for somebody else's are not obeyed."""
         return self.routes.get(request_id) == identity
 
-    async def _add(self, identity: bytes, request_id: str, plan: Plan, frames: Sequence[bytes]) -> bool:
+    async def _add(self, identity: bytes, message: Run | Announce, plan: Plan, frames: Sequence[bytes]) -> bool:
+        request_id = message.request_id
         obstacle = self._obstacle(request_id, plan)
         if obstacle is None:
             try:
@@ -273,6 +279,8 @@ class Gateway:
         extra_args = {key: value for key, value in (request.sampling_params.extra_args or {}).items() if key != EXTRA_ARG}
         request.sampling_params.extra_args = extra_args | {EXTRA_ARG: msgspec.to_builtins(plan)}
         self.routes[request_id] = identity
+        prompt_tokens = len(request.prompt_token_ids or ()) + len(plan.output_token_ids or ())
+        self.reservations.add(request_id, identity, prompt_tokens, message.end_token, plan.hand_off_at, is_beta=plan.role == "beta")
         if plan.transfer_id is not None:
             self.transfers[request_id] = plan.transfer_id
         await self.engine.add_request_async(request)
@@ -312,6 +320,7 @@ class Gateway:
 
     def _forget(self, request_id: str) -> None:
         self.routes.pop(request_id, None)
+        self.reservations.forget(request_id)
         self.transfers.pop(request_id, None)
 
     async def _abort(self, request_ids: list[str]) -> None:
@@ -360,11 +369,20 @@ class Gateway:
             )
             await self._send(identity, Step(events[identity], self.load, time.monotonic()), frames)
         for event in (event for batch in events.values() for event in batch):
-            if isinstance(event, Ended):
-                self._forget(event.request_id)
+            self._account(event)
         for output in (output for batch in tokens.values() for output in batch):
+            self.reservations.tokens(output.request_id, len(output.new_token_ids))
             if output.finish_reason is not None and str(output.finish_reason) in ENGINE_GAVE_UP:
                 self._forget(output.request_id)
+
+    def _account(self, event: Event) -> None:
+        match event:
+            case Ended(request_id=request_id):
+                self._forget(request_id)
+            case Resumed(request_id=request_id):
+                self.reservations.resumed(request_id)
+            case Lifted(request_id=request_id):
+                self.reservations.moved(request_id, None)
 
     async def _take_step_reports(self, outputs: EngineCoreOutputs) -> None:
         """Counts what the local scheduler tells about its steps, and passes the measurements on to every front-end, once."""

@@ -147,7 +147,9 @@ void BindValues(nb::module_& m) {
       .def_ro("reason", &Placement::reason)
       .def_ro("prediction", &Placement::prediction)
       .def_prop_ro("split_token", &Placement::split_token,
-                   "The end of alpha; the cut if there is a beta.");
+                   "The end of alpha; the cut if there is a beta.")
+      .def_prop_ro("end_token", &Placement::end_token,
+                   "Up to where the request is expected to be computed.");
   AsValue(placement, "alpha", "beta", "reason", "prediction");
 
   const Options usual;
@@ -179,6 +181,18 @@ void BindValues(nb::module_& m) {
       .def_ro("computed_tokens", &Progress::computed_tokens)
       .def_ro("expected_output_tokens", &Progress::expected_output_tokens);
   AsValue(progress, "request_id", "computed_tokens", "expected_output_tokens");
+
+  nb::class_<OtherRequest> other(m, "OtherRequest",
+                                 "A micro-request that another front-end has on an instance: it "
+                                 "computes [computed_tokens, end_token).");
+  other
+      .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool>(), nb::kw_only(),
+           "computed_tokens"_a, "prompt_tokens"_a, "end_token"_a, "waits"_a = false)
+      .def_ro("computed_tokens", &OtherRequest::computed_tokens)
+      .def_ro("prompt_tokens", &OtherRequest::prompt_tokens)
+      .def_ro("end_token", &OtherRequest::end_token)
+      .def_ro("waits", &OtherRequest::waits, "For the KV of its first half.");
+  AsValue(other, "computed_tokens", "prompt_tokens", "end_token", "waits");
 }
 
 void BindScheduler(nb::module_& m) {
@@ -206,6 +220,14 @@ void BindScheduler(nb::module_& m) {
              double now_ms) { scheduler.Report(instance_id, progress, now_ms); },
           "instance_id"_a, "progress"_a, "now_ms"_a,
           "Actual progress on an instance replaces the predicted.")
+      .def(
+          "report_others",
+          [](Scheduler& scheduler, const InstanceId& instance_id,
+             const std::vector<OtherRequest>& others,
+             double now_ms) { scheduler.ReportOthers(instance_id, others, now_ms); },
+          "instance_id"_a, "others"_a, "now_ms"_a,
+          "All that other front-ends have on the instance now.\nValueError: a token count is "
+          "negative or above 2^40.")
       .def("predict_end_ms", &Scheduler::PredictEndMs, "request_id"_a, "now_ms"_a,
            "When a placed request would end if nothing else came; None under policies that do not "
            "predict, or where it should have ended.")

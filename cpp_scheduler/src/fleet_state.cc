@@ -17,6 +17,7 @@ void FleetState::Remove(const InstanceId& instance_id) {
   found->second.present = false;
   found->second.accepts_new = false;
   found->second.last_reserved = 0;
+  found->second.others_tokens = 0;
   EraseIfUnused(instance_id);
 }
 
@@ -24,8 +25,9 @@ std::vector<InstanceLoad> FleetState::Accepting() const {
   std::vector<InstanceLoad> loads;
   loads.reserve(instances_.size());
   for (const auto& [id, instance] : instances_) {
-    if (instance.accepts_new)
-      loads.push_back({id, instance.reserved_tokens, instance.last_reserved, instance.whole_only});
+    if (!instance.accepts_new) continue;
+    const std::int64_t tokens = instance.reserved_tokens + instance.others_tokens;
+    loads.push_back({id, tokens, instance.last_reserved, instance.whole_only});
   }
   return loads;
 }
@@ -51,9 +53,15 @@ bool FleetState::IsReserved(const std::string& request_id) const {
   return reservations_.contains(request_id);
 }
 
+void FleetState::SetOthers(const InstanceId& instance_id, std::int64_t tokens) {
+  const auto found = instances_.find(instance_id);
+  if (found != instances_.end() && found->second.present) found->second.others_tokens = tokens;
+}
+
 std::int64_t FleetState::ReservedTokens(const InstanceId& instance_id) const {
   const auto found = instances_.find(instance_id);
-  return found == instances_.end() ? 0 : found->second.reserved_tokens;
+  if (found == instances_.end()) return 0;
+  return found->second.reserved_tokens + found->second.others_tokens;
 }
 
 void FleetState::CheckInvariants() const {

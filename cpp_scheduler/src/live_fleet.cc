@@ -60,6 +60,9 @@ std::int64_t CachedOn(const RequestSpec& request, const InstanceId& instance_id)
   return 0;
 }
 
+// Others' requests have the keys from here on; ours never come so far.
+constexpr std::uint64_t kFirstOther = std::uint64_t{1} << 62;
+
 std::uint64_t KeyOf(std::uint64_t ordinal, std::size_t side) { return 2 * ordinal + side; }
 
 Placement WholeOn(const InstanceId& instance_id, std::int64_t end_token, PlacementReason reason,
@@ -94,6 +97,7 @@ void LiveFleet::Remove(const InstanceId& instance_id) {
 }
 
 void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
+  now_ms = At(now_ms);
   const double kept = std::exp(-(now_ms - counted_ms_) / kRecentMs);
   counted_ms_ = now_ms;
   recent_arrivals_ = kept * recent_arrivals_ + 1.0;
@@ -142,7 +146,6 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
 Placement LiveFleet::Choose(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                             double now_ms) {
   now_ms = At(now_ms);
-  CountArrival(request, now_ms);
   return options_.policy == Policy::kPaper ? ChoosePaper(request, accepting, now_ms)
                                            : ChooseDynamic(request, accepting, now_ms);
 }
@@ -356,6 +359,35 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   predictor.Replace(running_, waiting_, now_ms);
 }
 
+void LiveFleet::ReportOthers(const InstanceId& instance_id, std::span<const OtherRequest> others,
+                             double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = instances_.find(instance_id);
+  if (found == instances_.end()) return;
+  Instance& instance = found->second;
+  if (others.empty() && instance.num_others == 0) return;
+  instance.predictor->Snapshot(now_ms, running_, waiting_);
+  const auto is_other = [](const VirtualRequest& request) { return request.key >= kFirstOther; };
+  std::erase_if(running_, is_other);
+  std::erase_if(waiting_, is_other);
+  std::int64_t promised = 0;
+  std::uint64_t key = kFirstOther;
+  for (const OtherRequest& other : others) {
+    const std::int64_t computed = other.computed_tokens;
+    const std::int64_t prefill =
+        std::max<std::int64_t>(0, std::min(other.prompt_tokens, other.end_token) - computed);
+    const std::int64_t decodes =
+        std::max<std::int64_t>(0, other.end_token - std::max(computed, other.prompt_tokens));
+    promised += computed + prefill + (decodes + 1) / 2;
+    if (other.waits || prefill + decodes == 0) continue;
+    (prefill > 0 ? waiting_ : running_).push_back({key++, computed, prefill, decodes, now_ms});
+  }
+  instance.predictor->Replace(running_, waiting_, now_ms);
+  instance.promised_tokens += promised - instance.others_promised;
+  instance.others_promised = promised;
+  instance.num_others = others.size();
+}
+
 void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
   if (entry.parts.size() < 2) return;
   const Part beta = entry.parts.back();
@@ -372,6 +404,14 @@ void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
   kept->second.promised_tokens += beta.promised_tokens;
 }
 
+bool LiveFleet::MayLook(Instance& instance, double now_ms) {
+  if (now_ms - instance.looks_since_ms >= kLookEveryMs) {
+    instance.looks_since_ms = now_ms;
+    instance.looks = 0;
+  }
+  return instance.looks++ < kMostLooks;
+}
+
 std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double now_ms) {
   now_ms = At(now_ms);
   const auto found = entries_.find(request_id);
@@ -379,10 +419,11 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   Entry& entry = found->second;
   if (entry.parts.size() < 2 || entry.revisions_left == 0) return std::nullopt;
   if (now_ms - entry.looked_ms < kLookEveryMs) return std::nullopt;
-  entry.looked_ms = now_ms;
   const auto alpha = instances_.find(entry.parts[0].instance_id);
   const auto beta = instances_.find(entry.parts[1].instance_id);
   if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
+  if (!MayLook(alpha->second, now_ms)) return std::nullopt;
+  entry.looked_ms = now_ms;
   PendingHandOff pending;
   pending.alpha = Seen(alpha->second, entry.parts[0].promised_tokens);
   pending.beta = Seen(beta->second, entry.parts[1].promised_tokens);
@@ -517,10 +558,11 @@ void LiveFleet::CheckInvariants() const {
     for (const Part& part : entry.parts) sums[part.instance_id] += part.promised_tokens;
   }
   for (const auto& [id, instance] : instances_) {
-    if (instance.promised_tokens != sums[id]) {
+    const std::int64_t held = sums[id] + instance.others_promised;
+    if (instance.promised_tokens != held) {
       throw std::logic_error("instance \"" + id + "\" has promised " +
                              std::to_string(instance.promised_tokens) + " tokens, its requests " +
-                             std::to_string(sums[id]));
+                             std::to_string(held));
     }
   }
 }

@@ -1,5 +1,6 @@
 #include "dynaserve/scheduler.h"
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <stdexcept>
@@ -91,6 +92,7 @@ std::optional<Placement> Scheduler::Place(const RequestSpec& request, double now
   if (!placement) {
     std::erase_if(instances, [](const InstanceLoad& load) { return load.whole_only; });
     if (instances.empty()) return std::nullopt;
+    if (live_) live_->CountArrival(request, now_ms);
     const bool predicts = live_ && !(request.forced_split && request.may_cut);
     placement = predicts ? live_->Choose(request, instances, now_ms)
                          : ChoosePlacement(options_, request, instances);
@@ -113,6 +115,19 @@ std::optional<double> Scheduler::PredictEndMs(const std::string& request_id, dou
 void Scheduler::Report(const InstanceId& instance_id, std::span<const Progress> progress,
                        double now_ms) {
   if (live_) live_->Report(instance_id, progress, now_ms);
+}
+
+void Scheduler::ReportOthers(const InstanceId& instance_id, std::span<const OtherRequest> others,
+                             double now_ms) {
+  std::int64_t tokens = 0;
+  for (const OtherRequest& other : others) {
+    ValidateTokens("computed_tokens", other.computed_tokens);
+    ValidateTokens("prompt_tokens", other.prompt_tokens);
+    ValidateTokens("end_token", other.end_token);
+    tokens += std::max<std::int64_t>(0, other.end_token - other.computed_tokens);
+  }
+  fleet_.SetOthers(instance_id, tokens);
+  if (live_) live_->ReportOthers(instance_id, others, now_ms);
 }
 
 std::optional<Revision> Scheduler::Revise(const std::string& request_id, double now_ms) {

@@ -43,6 +43,20 @@ void SimulatedInstance::Add(const SimulatedSequence& sequence) {
   waiting_.push_back(sequence);
 }
 
+std::int64_t SimulatedInstance::MoveEnd(std::uint32_t request, std::int64_t end, bool keeps_kv) {
+  assert(!stepping_);
+  const auto move_in = [&](auto& sequences) -> std::int64_t {
+    for (SimulatedSequence& sequence : sequences) {
+      if (sequence.request != request || sequence.is_beta) continue;
+      sequence.keeps_kv = keeps_kv;
+      return sequence.end = std::max(end, sequence.computed + 1);
+    }
+    return 0;
+  };
+  const std::int64_t moved = move_in(running_);
+  return moved > 0 ? moved : move_in(waiting_);
+}
+
 double SimulatedInstance::BeginStep(double now_ms) {
   assert(!stepping_);
   if (idle()) return 0.0;

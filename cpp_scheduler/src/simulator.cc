@@ -73,6 +73,7 @@ class Simulation {
     out_free_ms_.resize(count, 0.0);
     in_free_ms_.resize(count, 0.0);
     reported_ms_.resize(count, 0.0);
+    pending_.resize(count);
   }
 
   SimulationResult Run() {
@@ -126,6 +127,7 @@ class Simulation {
         alpha.end = placement->split_token();
         alpha.keeps_kv = true;
         betas_[number] = index_.at(placement->beta->instance_id);
+        pending_[at].push_back(number);
         result_.outcomes[number].split_token = alpha.end;
       }
     }
@@ -187,6 +189,8 @@ class Simulation {
   void HandOff(std::uint32_t from, SimulatedSequence sequence) {
     const std::uint32_t number = sequence.request;
     const SimulatedRequest& request = requests_[number];
+    std::erase(pending_[from], number);
+    scheduler_.Parked(std::to_string(number), sequence.computed, now_ms_);
     sequence.is_beta = true;
     sequence.keeps_kv = false;
     sequence.end = ComputedTokens(request.prompt_tokens, request.output_tokens);
@@ -209,6 +213,25 @@ class Simulation {
                            expected > emitted ? expected : emitted + kOutlivedTokens});
     }
     scheduler_.Report(ids_[at], progress_, now_ms_);
+    if (options_.revises) Revise(at);
+  }
+
+  // No step of this instance is under way.
+  void Revise(std::uint32_t at) {
+    std::erase_if(pending_[at], [this, at](std::uint32_t number) {
+      const auto revision = scheduler_.Revise(std::to_string(number), now_ms_);
+      if (!revision) return false;
+      const SimulatedRequest& request = requests_[number];
+      const std::int64_t last = ComputedTokens(request.prompt_tokens, request.output_tokens);
+      const std::int64_t end = revision->split_token.value_or(last);
+      const bool stays = end >= last;
+      const std::int64_t moved = instances_[at].MoveEnd(number, std::min(end, last), !stays);
+      if (moved == 0) throw std::logic_error("a pending hand-off without its alpha");
+      result_.outcomes[number].split_token = stays ? 0 : moved;
+      ++(stays ? result_.lifted : result_.moved);
+      if (stays) betas_[number] = kNowhere;
+      return stays;
+    });
   }
 
   void Token(std::uint32_t number) {
@@ -244,8 +267,9 @@ class Simulation {
   std::vector<SimulatedInstance> instances_;
   std::vector<double> step_ms_;
   std::vector<std::uint32_t> betas_;
-  std::vector<std::int64_t> sent_tokens_;  // of KV, by request
-  std::vector<double> arrived_ms_;         // the last of it, by request
+  std::vector<std::vector<std::uint32_t>> pending_;  // hand-offs to come, by alpha's instance
+  std::vector<std::int64_t> sent_tokens_;            // of KV, by request
+  std::vector<double> arrived_ms_;                   // the last of it, by request
   std::vector<double> last_token_ms_;
   std::vector<InstanceId> ids_;
   std::vector<double> out_free_ms_;

@@ -42,6 +42,25 @@ TEST(ReserveCountsBothPartsAndReleaseReturnsThem) {
   fleet.CheckInvariants();
 }
 
+TEST(WhatOthersHaveReservedCountsUntilItIsSetAnew) {
+  FleetState fleet = FleetOfTwo();
+  fleet.Reserve("r", Whole("a", 4));
+  fleet.SetOthers("a", 6);
+  fleet.SetOthers("never seen", 6);
+  CHECK(fleet.ReservedTokens("a") == 10);
+  CHECK(fleet.Accepting().front().reserved_tokens == 10);
+  fleet.CheckInvariants();
+  fleet.SetOthers("a", 1);
+  CHECK(fleet.ReservedTokens("a") == 5);
+  fleet.Remove("a");
+  CHECK(fleet.ReservedTokens("a") == 4);
+  fleet.SetOthers("a", 6);
+  fleet.Release("r");
+  fleet.Observe({"a", true});
+  CHECK(fleet.ReservedTokens("a") == 0);
+  fleet.CheckInvariants();
+}
+
 TEST(ReleaseIgnoresUnknownRequests) {
   FleetState fleet = FleetOfTwo();
   fleet.Reserve("r", Whole("a", 4));

@@ -88,7 +88,7 @@ TEST(RandomCallsKeepTheBooks) {
       now_ms += draw(300);
       const std::string instance(1, static_cast<char>('a' + draw(4)));
       const std::string id = std::to_string(draw(60));
-      const int action = draw(24);
+      const int action = draw(25);
       if (action < 3) {
         InstanceState state{instance, draw(5) > 0, {}};
         state.limits.step_ms = 40.0 + draw(2) * 50.0;
@@ -123,6 +123,11 @@ TEST(RandomCallsKeepTheBooks) {
         scheduler.Recut(id, split, now_ms);
       } else if (action == 18) {
         scheduler.Parked(id, draw(5000), now_ms);
+      } else if (action == 19) {
+        std::vector<OtherRequest> others;
+        for (int n = draw(5); n > 0; --n)
+          others.push_back({draw(4000), draw(4000), draw(4000), draw(2) > 0});
+        scheduler.ReportOthers(instance, others, now_ms);
       } else {
         scheduler.Finish(id, now_ms);
         live.erase(id);

@@ -35,7 +35,11 @@ class FleetState {
 
   bool IsReserved(const std::string& request_id) const;
 
-  // Tokens promised by the instance; 0 for unknown ids.
+  // What others have reserved on the instance, by its own word: it counts until it is set anew, or
+  // the instance is removed.  Unknown ids are ignored.
+  void SetOthers(const InstanceId& instance_id, std::int64_t tokens);
+
+  // Tokens promised by the instance, to others too; 0 for unknown ids.
   std::int64_t ReservedTokens(const InstanceId& instance_id) const;
 
   // Throws std::logic_error if the instances' sums differ from the requests' reservations, or an
@@ -48,6 +52,7 @@ class FleetState {
     bool accepts_new = false;
     bool whole_only = false;
     std::int64_t reserved_tokens = 0;
+    std::int64_t others_tokens = 0;
     std::int64_t num_reservations = 0;
     std::uint64_t last_reserved = 0;
   };

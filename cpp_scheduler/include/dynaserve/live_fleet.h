@@ -28,6 +28,7 @@ class LiveFleet {
  public:
   static constexpr double kLookEveryMs = 200.0;
   static constexpr int kMostRevisions = 3;
+  static constexpr int kMostLooks = 4;
 
   LiveFleet(const Options& options, const ProfileTable& table);
 
@@ -35,6 +36,9 @@ class LiveFleet {
   // Validate(InstanceLimits) does.
   void Observe(const InstanceState& instance);
   void Remove(const InstanceId& instance_id);
+
+  // How much comes lately, whoever decides where it runs, is what plans and prices go by.
+  void CountArrival(const RequestSpec& request, double now_ms);
 
   // Chooses among `accepting`, which Observe() has seen and which is not empty; enters nothing.
   Placement Choose(const RequestSpec& request, std::span<const InstanceLoad> accepting,
@@ -54,9 +58,15 @@ class LiveFleet {
   // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
+  // Replaces what others have on the instance.  One that is past its end has nothing more to run,
+  // and holds its memory still.
+  void ReportOthers(const InstanceId& instance_id, std::span<const OtherRequest> others,
+                    double now_ms);
+
   // Whether the hand-off of a request that kDynamic cut should change (hand_off_revision.h), and
   // enters the change.  Asked again within kLookEveryMs, or after kMostRevisions changes, the
-  // answer is nullopt.
+  // answer is nullopt; so it is once kMostLooks requests of the same alpha instance have been
+  // looked at within that time, as a look at a long queue is dear: ask the oldest ones first.
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // Somebody else has moved the hand-off, or lifted it (nullopt): it is theirs from now on, and not
@@ -83,7 +93,11 @@ class LiveFleet {
     std::unique_ptr<ExecutionPredictor> predictor;
     InstanceLimits limits;
     bool gathers = false;
-    std::int64_t promised_tokens = 0;
+    double looks_since_ms = 0.0;
+    int looks = 0;                     // at its hand-offs, since then
+    std::int64_t promised_tokens = 0;  // others' included
+    std::int64_t others_promised = 0;
+    std::size_t num_others = 0;
     double log_scale = 0.0;
   };
   struct Part {
@@ -103,13 +117,13 @@ class LiveFleet {
 
   double At(double now_ms);
   void Plan(std::span<const InstanceLoad> accepting, double now_ms);
-  void CountArrival(const RequestSpec& request, double now_ms);
   Placement ChooseDynamic(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                           double now_ms);
   Placement ChoosePaper(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                         double now_ms);
   SearchOptions Circumstances(std::size_t instances, double now_ms) const;
   SearchInstance Seen(Instance& instance, std::int64_t own_promise) const;
+  static bool MayLook(Instance& instance, double now_ms);
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
   void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);

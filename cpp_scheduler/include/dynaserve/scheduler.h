@@ -49,6 +49,12 @@ class Scheduler {
   // not predict.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
+  // All that other front-ends have on the instance now: it counts as reserved, and is on the
+  // instance's timeline, until the next such report.  Unknown ids are ignored.  Throws
+  // std::invalid_argument, and changes nothing, for a token count that is negative or above 2^40.
+  void ReportOthers(const InstanceId& instance_id, std::span<const OtherRequest> others,
+                    double now_ms);
+
   // Whether the hand-off of a request under way should come elsewhere or not at all
   // (hand_off_revision.h), and enters the change; to be asked now and then, by policies that
   // predict only.  nullopt: it stays as it is.
@@ -69,8 +75,8 @@ class Scheduler {
   // Latency of the instance's steps over the table's, as they were observed; 1 if none was.
   double CostScale(const InstanceId& instance_id) const;
 
-  // Tokens of the unfinished micro-requests on the instance, also on one that was removed; 0 for
-  // unknown ids.
+  // Tokens of the unfinished micro-requests on the instance, also on one that was removed, and of
+  // those of others that it told of; 0 for unknown ids.
   std::int64_t ReservedTokens(const InstanceId& instance_id) const;
 
   // Throws std::logic_error if a reservation is negative, orphaned or counted twice.

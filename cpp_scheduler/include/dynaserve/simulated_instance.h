@@ -82,6 +82,10 @@ class SimulatedInstance {
   // Puts a sequence at the end of the queue.  Throws std::invalid_argument if it can never fit.
   void Add(const SimulatedSequence& sequence);
 
+  // A sequence that is here, and is no beta, ends at `end` instead, or with its next token where it
+  // is further.  Returns where; 0: it is not here.  Requires that no step is under way.
+  std::int64_t MoveEnd(std::uint32_t request, std::int64_t end, bool keeps_kv);
+
   // Forms the next step and returns its predicted latency; 0: there is nothing to run, or nothing
   // can run before KV is released.
   // Requires that the step before it was ended.

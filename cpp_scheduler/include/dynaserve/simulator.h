@@ -9,8 +9,9 @@
 // filled leave together at its end, the last one when alpha ends.  beta is ready `hand_off_ms`
 // after the later of alpha's end and the last arrival; until then alpha's KV stays where it is.
 //
-// The schedulers learn what a front-end learns: measured steps, and every `report_every_ms` how far
-// the requests are that emit tokens.
+// The schedulers learn what a front-end learns: measured steps, where alphas stand, and every
+// `report_every_ms` how far the requests are that emit tokens; then they may move or lift the
+// hand-offs of alphas on that instance.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +43,7 @@ struct SimulationOptions {
   std::int64_t kv_block_tokens = 16;  // tokens that leave together
   bool streams_kv = true;             // false: all KV leaves at alpha's end
   double report_every_ms = 200.0;     // infinity: never
+  bool revises = true;                // false: a hand-off stays where it was placed
   double step_sigma = 0.0;            // of the logarithm of a step's latency
   double tbt_slo_ms = std::numeric_limits<double>::infinity();  // what a late gap is
   std::uint64_t seed = 1;
@@ -61,6 +63,7 @@ struct SimulationResult {
   std::vector<SimulatedOutcome> outcomes;  // by request
   std::vector<InstanceUse> uses;           // by instance
   std::vector<std::int64_t> gap_counts;    // by bin, see GapBinMs()
+  std::int64_t moved = 0, lifted = 0;      // hand-offs, after their placement
   double end_ms = 0.0;
 };
 

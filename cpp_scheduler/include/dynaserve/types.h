@@ -114,6 +114,7 @@ struct Placement {
   std::optional<Prediction> prediction = std::nullopt;
 
   std::int64_t split_token() const { return alpha.end_token; }
+  std::int64_t end_token() const { return beta ? beta->end_token : alpha.end_token; }
   bool operator==(const Placement&) const = default;
 };
 
@@ -154,6 +155,16 @@ struct Progress {
   std::int64_t expected_output_tokens = 0;  // D, as expected by now
 
   bool operator==(const Progress&) const = default;
+};
+
+// A micro-request on an instance that another front-end has placed there, as the instance tells.
+struct OtherRequest {
+  std::int64_t computed_tokens = 0;  // from the start of the request, this instance's or not
+  std::int64_t prompt_tokens = 0;
+  std::int64_t end_token = 0;  // expected: the instance computes [computed_tokens, end_token)
+  bool waits = false;          // for the KV of its first half: it holds memory, and runs later
+
+  bool operator==(const OtherRequest&) const = default;
 };
 
 }  // namespace dynaserve

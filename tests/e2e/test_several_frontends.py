@@ -1,0 +1,44 @@
+"""Two front-ends over the same instances: what one has placed, the other takes into account."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fleet import FleetUnderTest, prompt_of
+
+pytestmark = pytest.mark.engine
+
+BEATS_S = 1.0
+"""Several."""
+
+
+def long_streams(fleet: FleetUnderTest) -> dict[str, Iterator[dict[str, Any]]]:
+    """One that runs on each instance, by its URL."""
+    streams = {}
+    for seed in (1, 2):
+        stream = fleet.stream(fleet.body(prompt_of(20, seed=seed), max_tokens=1800, logprobs=None, split=0))
+        (record,) = fleet.frontend.get(f"/dynaserve/requests/{next(stream)['id']}").raise_for_status().json()["sequences"]
+        streams[record["alpha"]["instance"]] = stream
+    assert streams.keys() == set(fleet.instance_urls)
+    return streams
+
+
+def test_a_front_end_avoids_the_instance_that_another_one_uses(fleet: FleetUnderTest, tmp_path: Path) -> None:
+    with fleet.another_frontend(tmp_path) as other:
+        streams = long_streams(fleet)
+        busy, free = sorted(fleet.instance_urls)  # the first is where both begin
+        streams[free].close()
+        time.sleep(BEATS_S)
+        placed = [other.record(other.complete(prompt_of(20), max_tokens=4))["alpha"]["instance"] for _ in range(4)]
+        assert placed == 4 * [free]
+        assert next(streams[busy])["choices"], "it still runs"
+        streams[busy].close()
+        fleet.wait_until_empty()
+        time.sleep(BEATS_S)
+        placed = [other.record(other.complete(prompt_of(20), max_tokens=4))["alpha"]["instance"] for _ in range(4)]
+        assert set(placed) == {busy, free}

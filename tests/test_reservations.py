@@ -1,0 +1,88 @@
+"""What front-ends of one instance tell each other through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dynaserve.messages import Reserved
+from dynaserve.reservations import Reservations
+
+ME, OTHER = b"me", b"other"
+
+
+def whole(books: Reservations) -> None:
+    books.add("r", OTHER, 10, 30, None, is_beta=False)
+
+
+def alpha(books: Reservations) -> None:
+    books.add("r", OTHER, 10, 30, 15, is_beta=False)
+
+
+def beta(books: Reservations) -> None:
+    books.add("r", OTHER, 10, 30, 15, is_beta=True)
+
+
+def beta_in_the_prompt(books: Reservations) -> None:
+    books.add("r", OTHER, 10, 30, 4, is_beta=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fresh", "after_one_token", "after_six"),
+    [
+        (whole, Reserved(0, 10, 30), Reserved(10, 10, 30), Reserved(15, 10, 30)),
+        (alpha, Reserved(0, 10, 15), Reserved(10, 10, 15), Reserved(15, 10, 15)),
+        (beta, Reserved(15, 10, 30), Reserved(16, 10, 30), Reserved(21, 10, 30)),
+        (beta_in_the_prompt, Reserved(4, 10, 30), Reserved(10, 10, 30), Reserved(15, 10, 30)),
+    ],
+)
+def test_what_is_computed_shows_in_the_output(
+    kind: Callable[[Reservations], None], fresh: Reserved, after_one_token: Reserved, after_six: Reserved
+) -> None:
+    books = Reservations()
+    kind(books)
+    books.resumed("r")
+    assert books.of_others(ME) == [fresh]
+    assert books.of_others(OTHER) == []
+    books.tokens("r", 1)
+    assert books.of_others(ME) == [after_one_token]
+    books.tokens("r", 5)
+    assert books.of_others(ME) == [after_six]
+    books.forget("r")
+    assert books.of_others(ME) == []
+
+
+def test_a_beta_waits_until_it_has_its_kv() -> None:
+    books = Reservations()
+    beta(books)
+    assert books.of_others(ME) == [Reserved(15, 10, 30, waits=True)]
+    books.moved("r", 12)
+    assert books.of_others(ME) == [Reserved(12, 10, 30, waits=True)]
+    books.resumed("r")
+    assert books.of_others(ME) == [Reserved(12, 10, 30)]
+
+
+def test_an_alpha_goes_where_its_hand_off_is_moved() -> None:
+    books = Reservations()
+    alpha(books)
+    books.moved("r", 20)
+    assert books.of_others(ME) == [Reserved(0, 10, 20)]
+    books.moved("r", None)
+    assert books.of_others(ME) == [Reserved(0, 10, 30)]
+
+
+def test_an_answer_that_outgrew_its_expectation_has_a_token_to_go() -> None:
+    books = Reservations()
+    whole(books)
+    books.tokens("r", 40)
+    assert books.of_others(ME) == [Reserved(49, 10, 50)]
+
+
+def test_what_is_not_known_is_ignored() -> None:
+    books = Reservations()
+    books.moved("r", 5)
+    books.resumed("r")
+    books.tokens("r", 1)
+    books.forget("r")
+    assert books.of_others(ME) == []
