@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ def run(
     kv_token_ms: float = 0.0,
     streams_kv: bool = True,
     expected: int | None = None,
+    revises: bool = True,
 ) -> SimulationResult:
     """requests: arrival in ms, prompt and output tokens. placement None: in turns, whole."""
     rows = [SimulatedRequest(at_ms, prompt, output, expected or output) for at_ms, prompt, output in requests]
@@ -58,6 +60,7 @@ def run(
         hand_off_ms=2.0,
         kv_token_ms=kv_token_ms,
         streams_kv=streams_kv,
+        revises=revises,
         step_sigma=sigma,
         tbt_slo_ms=tbt_slo_ms,
         seed=seed,
@@ -127,6 +130,25 @@ def test_an_answer_longer_than_expected_goes_on_where_it_is() -> None:
     assert outcome.end_ms == pytest.approx(10.0 * 50)
 
 
+def test_hand_offs_are_revised_unless_they_are_to_stay() -> None:
+    rng = random.Random(1)
+    at_ms = np.cumsum([rng.expovariate(1 / 300.0) for _ in range(600)])
+    prompts = [20_000 if rng.random() < 0.05 else rng.randint(1500, 4000) for _ in at_ms]
+    requests = [(float(at), prompt, rng.randint(1, 400)) for at, prompt in zip(at_ms, prompts, strict=True)]
+    instance = engine(Batching.slo, chunk=8192, slo_ms=50.0)
+
+    def fleet(**options: bool) -> SimulationResult:
+        return run(
+            requests, instance, Options(Policy.dynamic), instances=2, roofline="12,0.105,160,1.1e-6,0.05,1.3e-4", expected=200, **options
+        )
+
+    revised, fixed = fleet(), fleet(revises=False)
+    assert revised.moved > 0
+    assert fixed.moved == fixed.lifted == 0
+    assert sum(revised.gap_counts) == sum(fixed.gap_counts) == sum(output - 1 for _, _, output in requests)
+    assert sum(use.tokens for use in revised.uses) == sum(use.tokens for use in fixed.uses)
+
+
 def test_disaggregation_prefills_here_and_decodes_there() -> None:
     requests = [(7.0 * number, 50 + number, 20) for number in range(40)]
     result = run(requests, placement=Options(Policy.disaggregated), instances=2)
@@ -160,6 +182,7 @@ requests_of = st.lists(st.tuples(st.floats(0, 500), st.integers(1, 300), st.inte
     instances=st.integers(1, 4),
     kv_token_ms=st.sampled_from([0.0, 0.1, 2.0]),
     expected=st.sampled_from([None, 1, 20]),
+    revises=st.booleans(),
 )
 def test_every_token_is_computed_once_where_memory_is_plenty(
     drawn: list[tuple[float, int, int]],
@@ -168,11 +191,14 @@ def test_every_token_is_computed_once_where_memory_is_plenty(
     instances: int,
     kv_token_ms: float,
     expected: int | None,
+    revises: bool,
 ) -> None:
     requests = sorted(drawn)
     setting = engine(batching, chunk=128, slo_ms=40.0)
     roofline = "5,0.1,8,0,0.1,0"
-    result = run(requests, setting, policy, instances=instances, roofline=roofline, kv_token_ms=kv_token_ms, expected=expected)
+    result = run(
+        requests, setting, policy, instances=instances, roofline=roofline, kv_token_ms=kv_token_ms, expected=expected, revises=revises
+    )
     assert sum(use.tokens for use in result.uses) == sum(prompt + output - 1 for _, prompt, output in requests)
     assert sum(result.gap_counts) == sum(output - 1 for _, _, output in requests)
     for (at_ms, _, _), outcome in zip(requests, result.outcomes, strict=True):

@@ -38,6 +38,7 @@ class Fleet:
     hand_off_ms: float
     kv_token_ms: float
     streams_kv: bool
+    revises: bool
     expect: str
     step_sigma: float
     model: ModelSize | None
@@ -117,6 +118,7 @@ def _simulate(fleet: Fleet, opts: ReplayOptions) -> tuple[list[TraceRequest], Si
         hand_off_ms=fleet.hand_off_ms,
         kv_token_ms=fleet.kv_token_ms,
         streams_kv=fleet.streams_kv,
+        revises=fleet.revises,
         step_sigma=fleet.step_sigma,
         tbt_slo_ms=opts.slo.tbt_ms,
         seed=opts.seed,
@@ -173,6 +175,7 @@ def _fleet(args: argparse.Namespace) -> Fleet:
         hand_off_ms=args.hand_off_ms,
         kv_token_ms=kv_token_ms,
         streams_kv=args.kv_transfer == "blocks",
+        revises=not args.fixed_hand_offs,
         expect=args.expect,
         step_sigma=args.step_sigma,
         model=model,

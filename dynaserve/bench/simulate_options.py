@@ -87,6 +87,7 @@ def _add_fleet(group: Any) -> None:
     group.add_argument(
         "--kv-transfer", choices=("blocks", "end"), default="blocks", help="each block when it is full, or all at the end (default: blocks)"
     )
+    group.add_argument("--fixed-hand-offs", action="store_true", help="a hand-off stays where the policy has placed it")
     group.add_argument(
         "--expect", default="exact", metavar="HOW", help="lengths of answers: exact | mean | fixed:N | lognormal:SIGMA (default: exact)"
     )

@@ -46,8 +46,8 @@ class SimulatedSummary:
     """Rates are over duration_s, from the first arrival to the last token; mfu, kv_share and busy by instance.
 
     kv_share: KV tokens held over those there are, while a step runs. goodput_tokens_per_s: tokens within their SLO, first ones
-    counted by the TTFT SLO. hand_off_wait_ms: of cut requests, from alpha's end until the last
-    of its KV is there. not_sustained: why, or None, as `dynaserve bench capacity` judges.
+    counted by the TTFT SLO. revised_share: hand-offs moved or lifted after their placement, over all requests. hand_off_wait_ms:
+    of cut requests, from alpha's end until the last of its KV is there. not_sustained: why, or None, as `dynaserve bench capacity` judges.
     """
 
     requests: int
@@ -61,6 +61,7 @@ class SimulatedSummary:
     e2e_ms: Distribution | None
     tbt_ms: Gaps
     cut_share: float
+    revised_share: float
     hand_off_wait_ms: Distribution | None
     preemptions: int
     busy: Sequence[float]
@@ -96,6 +97,7 @@ def summarize(
         e2e_ms=Distribution.of(e2e),
         tbt_ms=gaps,
         cut_share=sum(outcome.split_token > 0 for outcome in outcomes) / len(outcomes),
+        revised_share=(result.moved + result.lifted) / len(outcomes),
         hand_off_wait_ms=Distribution.of(outcome.hand_off_wait_ms for outcome in outcomes if outcome.split_token),
         preemptions=sum(use.preemptions for use in result.uses),
         busy=[use.busy_ms / duration_s / 1e3 for use in result.uses],
