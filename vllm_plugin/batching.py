@@ -13,11 +13,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
@@ -46,6 +48,8 @@ _MOST_LOOKED_UP = 8
 _PATIENCE_S = 10.0
 """A prompt without a TTFT SLO begins as if its first token were due so long after the prompt alone could have it: those with an
 SLO overtake it for so long at most, and of those without one a short prompt overtakes a long one only as far as it is shorter."""
+_ONLY_GROUP = [0]
+_REQUEST_ID, _TOKENS = attrgetter("request_id"), attrgetter("num_tokens")
 
 
 @dataclass(slots=True)
@@ -77,6 +81,9 @@ class SloScheduler(Scheduler):
         self.accounts = StepAccounts.of(self.vllm_config, options, self._most_scheduled_tokens)
         self.deadlines = self.accounts.deadlines
         self.clock: Callable[[], float] = time.monotonic
+        # Neither windows nor speculation, for which vLLM looks for other blocks than the first ones.
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        self._one_hash_a_block = len(managers) == 1 and isinstance(managers[0], FullAttentionManager) and not self._speculates
         self._ended: list[str] = []
 
     def add_request(self, request: Request) -> None:
@@ -210,11 +217,18 @@ class SloScheduler(Scheduler):
         return works
 
     def _cached_tokens(self, request: Request) -> int:
-        """Of its prompt, what the prefix cache holds, as `KVCacheManager.get_computed_blocks` finds it. Its chunks attend to them."""
+        """Of its prompt, what the prefix cache holds, as `KVCacheManager.get_computed_blocks` will find it. Its chunks attend to them.
+
+        Blocks are freed from the end of a sequence, so those that are left are its first ones: a few probes tell how many.
+        """
         manager = self.kv_cache_manager
         if not manager.prefix_cache_lookup_enabled(request):
             return 0
-        return int(manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
+        hashes, find = request.block_hashes, manager.block_pool.get_cached_block
+        if not self._one_hash_a_block or not hashes:
+            return int(manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)[1])
+        blocks = min(len(hashes), (request.num_tokens - 1) // self.block_size)
+        return int(self.block_size * bisect_left(range(blocks), True, key=lambda index: find(hashes[index], _ONLY_GROUP) is None))
 
     def _admissible(self, batch: _Batch, waiting: list[Request]) -> int:
         """How many of the waiting prompts may begin: each becomes a decode, and those alone must fit into the SLO."""
@@ -222,10 +236,10 @@ class SloScheduler(Scheduler):
             return 0
         number = batch.decodes + len(batch.prefills)
         context_tokens = batch.context_tokens + sum(request.num_tokens for request in batch.prefills)
-        slo_s = self.deadlines.tightest_tbt_s(request.request_id for request in self.running)
         # Of the first k waiting ones together; both only get worse with k.
-        contexts = list(accumulate((request.num_tokens for request in waiting), initial=context_tokens))
-        tightest_s = list(accumulate((self.deadlines.slo(request.request_id).tbt_s for request in waiting), min, initial=slo_s))
+        contexts = list(accumulate(map(_TOKENS, waiting), initial=context_tokens))
+        slo_s = self.deadlines.tightest_tbt_s(map(_REQUEST_ID, self.running))
+        tightest_s = list(accumulate(map(self.deadlines.tbt_s.__getitem__, map(_REQUEST_ID, waiting)), min, initial=slo_s))
 
         def refused(index: int) -> bool:
             return not self.accounts.planner.admits(number + index, contexts[index], waiting[index].num_tokens, 1e3 * tightest_s[index + 1])
