@@ -12,9 +12,13 @@ import json
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from dynaserve.bench import options, trial
 from dynaserve.bench.measures import Summary
@@ -31,17 +35,20 @@ FILLING_S = 10.0
 STEP = 1.4
 """The load rises by this factor."""
 REFUSED = "HTTP 429"
+TBT_TOKENS = "dynaserve_tbt_tokens"
 ATTAINMENT, THROUGHPUT = 0.98, 0.9
 """Goals: least share of the gaps between tokens within the SLO, and least part of the best throughput."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """tokens_per_s: of output, while requests came."""
+    """tokens_per_s: of output, while requests came. in_time_at_instances: of the gaps, the share within the SLO as the instances'
+    own schedulers count them, before tokens travel to the client."""
 
     rate_per_s: float
     summary: Summary
     tokens_per_s: float
+    in_time_at_instances: float
 
     @property
     def refused(self) -> int:
@@ -55,7 +62,7 @@ class Load:
         ttft, attainment = self.summary.ttft_ms, self.summary.token_attainment
         assert ttft is not None
         assert attainment is not None
-        times = f"{ttft.p50:.0f} | {ttft.p99:.0f} | {attainment:.1%}"
+        times = f"{ttft.p50:.0f} | {ttft.p99:.0f} | {attainment:.1%} | {self.in_time_at_instances:.1%}"
         counts = f"{self.summary.requests} | {self.summary.finished} | {self.refused} | {self.failed}"
         return f"| {self.rate_per_s:.2f} | {counts} | {self.tokens_per_s:.1f} | {times} |"
 
@@ -67,28 +74,40 @@ def tokens_while_they_came(records: Sequence[RequestRecord], duration_s: float) 
     return counted / (duration_s - FILLING_S)
 
 
-def measure(url: str, rate_per_s: float, duration_s: float, args: argparse.Namespace) -> Load:
-    chosen = ["--url", url, "--workload", WORKLOAD, "--rate", f"{rate_per_s:g}", "--duration-s", f"{duration_s:g}"]
+def token_counts(urls: Sequence[str]) -> Counter[str]:
+    """What the instances count of their tokens, by the name of the metric."""
+    counts: Counter[str] = Counter()
+    for url in urls:
+        for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text):
+            counts.update({sample.name: int(sample.value) for sample in family.samples if sample.name.startswith(TBT_TOKENS)})
+    return counts
+
+
+def measure(fleet: LocalFleet, rate_per_s: float, duration_s: float, args: argparse.Namespace) -> Load:
+    before = token_counts(fleet.urls)
+    chosen = ["--url", fleet.frontend_url, "--workload", WORKLOAD, "--rate", f"{rate_per_s:g}", "--duration-s", f"{duration_s:g}"]
     slo = ["--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--max-client-lag-ms", f"{args.max_client_lag_ms:g}"]
     run: Trial = trial.run(options.parse([*chosen, *slo]), rate_per_s, args.seed, lambda _: None)
-    load = Load(rate_per_s, run.summary, tokens_while_they_came(run.records, duration_s))
+    counted = token_counts(fleet.urls) - before
+    in_time = counted[f"{TBT_TOKENS}_in_slo_total"] / counted[f"{TBT_TOKENS}_total"]
+    load = Load(rate_per_s, run.summary, tokens_while_they_came(run.records, duration_s), in_time)
     print(load.row(), flush=True)
     return load
 
 
-def overload(url: str, args: argparse.Namespace) -> bool:
+def overload(fleet: LocalFleet, args: argparse.Namespace) -> bool:
     """Whether every goal is reached."""
-    print("| requests/s | asked | 200 | 429 | otherwise | output tokens/s | TTFT P50, ms | P99 | gaps within the SLO |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    rising = [measure(url, args.first_rate, args.step_s, args)]
+    print("| requests/s | asked | 200 | 429 | otherwise | output tokens/s | TTFT P50, ms | P99 | gaps within the SLO | for the instances |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    rising = [measure(fleet, args.first_rate, args.step_s, args)]
     while not rising[-1].refused:
         if rising[-1].failed:
             raise SystemExit(f"requests failed before the fleet had too many: {rising[-1].summary.failure_examples}")
-        rising.append(measure(url, rising[-1].rate_per_s * STEP, args.step_s, args))
+        rising.append(measure(fleet, rising[-1].rate_per_s * STEP, args.step_s, args))
     if len(rising) == 1:
         raise SystemExit(f"the fleet refuses requests at {args.first_rate:g} requests/s already: choose a lower --first-rate")
     capacity = rising[-2].rate_per_s
-    over = measure(url, args.times * capacity, args.overload_s, args)
+    over = measure(fleet, args.times * capacity, args.overload_s, args)
     best = max(load.tokens_per_s for load in rising)
     part = over.tokens_per_s / best
     attainment = over.summary.token_attainment or 0.0
@@ -127,7 +146,7 @@ def main() -> None:
             log_dir=Path(logs),
         )
         with fleet:
-            reached = overload(fleet.frontend_url, args)
+            reached = overload(fleet, args)
     raise SystemExit(0 if reached else 1)
 
 
