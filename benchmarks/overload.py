@@ -89,6 +89,8 @@ def measure(fleet: LocalFleet, rate_per_s: float, duration_s: float, args: argpa
     slo = ["--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--max-client-lag-ms", f"{args.max_client_lag_ms:g}"]
     run: Trial = trial.run(options.parse([*chosen, *slo]), rate_per_s, args.seed, lambda _: None)
     counted = token_counts(fleet.urls) - before
+    if not counted[f"{TBT_TOKENS}_total"]:
+        raise SystemExit(f"the instances have counted no {TBT_TOKENS}_total: did no request get a second token?")
     in_time = counted[f"{TBT_TOKENS}_in_slo_total"] / counted[f"{TBT_TOKENS}_total"]
     load = Load(rate_per_s, run.summary, tokens_while_they_came(run.records, duration_s), in_time)
     print(load.row(), flush=True)

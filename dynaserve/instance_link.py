@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromIn
 
 LOOK_S, MOST_UNANSWERED = 0.25, 6
 """How often it is looked whether the instance has said anything, and after how many looks without a word or a greeting it is dead."""
+LATE_LOOK_S = 0.4
+"""What is longer between two looks is our own doing, and counts for nothing: an answer may lie there unread."""
 PING_MS, NO_PONG_MS = 1_000, 10_000
 """ZeroMQ's own heartbeats: how often either end pings, and how long it waits for the answer. Its clock also runs while the process
 that waits is paused, so the wait is long."""
@@ -83,8 +86,9 @@ class InstanceLink:
     async def open(self, instance_epoch: str, timeout_s: float) -> None:
         """Returns when the instance of this epoch has answered and its engine core runs; raises ConfigError, naming the gateway."""
         try:
+            _host_and_port(self._gateway)
             self._socket.connect(self._gateway)
-        except zmq.ZMQError as error:
+        except (ValueError, zmq.ZMQError) as error:
             raise ConfigError(f"the gateway's address {self._gateway} is none: {error}") from error
         await self.send(self._hello)
         try:
@@ -138,18 +142,21 @@ class InstanceLink:
             await asyncio.gather(cut, silent, return_exceptions=True)
 
     async def _silent(self) -> str:
+        now_s = asyncio.get_running_loop().time
         unanswered = 0
         greeting: asyncio.Task[bool] | None = None
         try:
             while unanswered < MOST_UNANSWERED:
+                before_s = now_s()
                 await asyncio.sleep(LOOK_S)
+                on_time = now_s() - before_s < LATE_LOOK_S
                 heard, self._heard = self._heard, False
                 if greeting is not None and greeting.done():
                     heard |= greeting.result()
                     greeting = None
-                unanswered = 0 if heard else unanswered + 1
+                unanswered = 0 if heard else unanswered + on_time
                 if not heard and greeting is None:
-                    greeting = asyncio.create_task(_greeted(self._gateway))
+                    greeting = asyncio.create_task(_greeted(*_host_and_port(self._gateway)))
         finally:
             if greeting is not None:
                 greeting.cancel()
@@ -179,11 +186,18 @@ class InstanceLink:
         self._socket.close(linger=None if bye else 0)
 
 
-async def _greeted(gateway: str) -> bool:
-    """Whether a ZeroMQ socket there sends the first byte that it sends to anybody (ZMTP 3.1, 2.1). Waits for it for ever."""
+def _host_and_port(gateway: str) -> tuple[str, int]:
+    """Raises ValueError."""
     at = urlsplit(gateway)
+    if at.scheme != "tcp" or not at.hostname or at.port is None:
+        raise ValueError("it is not tcp://HOST:PORT")
+    return at.hostname, at.port
+
+
+async def _greeted(host: str, port: int) -> bool:
+    """Whether a ZeroMQ socket there sends the first byte that it sends to anybody (ZMTP 3.1, 2.1). Waits for it for ever."""
     try:
-        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+        reader, writer = await asyncio.open_connection(host, port, family=socket.AF_INET)  # as ZeroMQ does without its IPV6 option
     except OSError:
         return False
     try:

@@ -276,7 +276,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     pulse: Pulse | None
     draining: bool = False
-    others: list[Reserved] = []
+    others: Annotated[list[Reserved], Meta(max_length=1 << 20)] = []
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ from dynaserve.messages import Reserved
 @dataclass(slots=True)
 class _MicroRequest:
     """Of tokens [start_token, end_token); prompt_tokens: all that is prefilled, with what a lost instance had sampled. limit_token:
-    where an alpha stops, or None. waits: for its KV."""
+    where an alpha stops, or None. waits: a beta, for its KV."""
 
     owner: bytes
     prompt_tokens: int
@@ -32,17 +32,18 @@ class _MicroRequest:
         # The step that computes the last token of the prompt samples the first one of the answer.
         return max(self.start_token, self.prompt_tokens - 1) + self.output_tokens
 
-    def told(self) -> Reserved:
+    def told(self, most_tokens: int) -> Reserved:
         computed = self.computed_tokens
         # A request that outgrew its expected length, and is still there, has a token to go.
         end = max(self.end_token, computed + 1) if self.limit_token is None else max(self.limit_token, computed)
-        return Reserved(computed, self.prompt_tokens, end, self.waits)
+        return Reserved(min(computed, most_tokens), self.prompt_tokens, min(end, most_tokens), self.waits)
 
 
 @dataclass
 class Reservations:
-    """By request id, of those that are not over."""
+    """By request id, of those that are not over. most_tokens: of any request on this instance."""
 
+    most_tokens: int
     _by_id: dict[str, _MicroRequest] = field(default_factory=dict)
 
     def add(self, request_id: str, owner: bytes, prompt_tokens: int, end_token: int, hand_off_at: int | None, *, is_beta: bool) -> None:
@@ -52,13 +53,14 @@ class Reservations:
         self._by_id[request_id] = _MicroRequest(owner, prompt_tokens, start_token, end_token, limit_token, waits=is_beta)
 
     def moved(self, request_id: str, hand_off_at: int | None) -> None:
-        """The hand-off point of an alpha or a waiting beta; None: the alpha was lifted. Unknown ids are ignored, here and below."""
+        """The hand-off point of an alpha, or of a beta that waits; None: the alpha was lifted, for good. Unknown ids are ignored, here
+        and below."""
         micro = self._by_id.get(request_id)
         if micro is None:
             return
-        if not micro.waits:
+        if micro.limit_token is not None:
             micro.limit_token = hand_off_at
-        elif hand_off_at is not None:
+        elif micro.waits and hand_off_at is not None:
             micro.start_token = hand_off_at
 
     def resumed(self, request_id: str) -> None:
@@ -76,4 +78,4 @@ class Reservations:
 
     def of_others(self, owner: bytes) -> list[Reserved]:
         """All but those of this front-end."""
-        return [micro.told() for micro in self._by_id.values() if micro.owner != owner]
+        return [micro.told(self.most_tokens) for micro in self._by_id.values() if micro.owner != owner]

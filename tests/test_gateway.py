@@ -27,7 +27,24 @@ from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, derive, secure_client
 from dynaserve.instance_link import InstanceLink
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.messages import Abort, Beat, Ended, FromInstance, Hello, Reserved, Run, ToInstance, Welcome, WorkerDescription
+from dynaserve.messages import (
+    Abort,
+    Announce,
+    Beat,
+    Continue,
+    Ended,
+    FromInstance,
+    Granted,
+    Hello,
+    Lifted,
+    Move,
+    Reserved,
+    Resumed,
+    Run,
+    ToInstance,
+    Welcome,
+    WorkerDescription,
+)
 from dynaserve.messages import InstanceDescription as Description
 from tests.test_fleet_links import description, until
 from tests.test_wire_limits import almost
@@ -49,6 +66,8 @@ class Engine:
     heart: Heart
     added: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    moves: bool = True
+    """Whether a hand-off can be moved."""
 
     async def call_utility_async(self, method: str, *_: Any) -> Any:
         if method == "dynaserve_listen":
@@ -56,7 +75,9 @@ class Engine:
         if method == "dynaserve_describe":
             known = msgspec.to_builtins(msgspec.structs.replace(description("", ""), workers=[WORKER]))
             return {key: value for key, value in known.items() if key not in GATEWAYS_OWN}
-        return None
+        if method == "dynaserve_reservation":
+            return msgspec.to_builtins(Granted("beta", 0, 9))
+        return self.moves if method == "dynaserve_move" else None
 
     async def add_request_async(self, request: Any) -> None:
         self.added.append(request)
@@ -204,6 +225,22 @@ def test_a_front_end_hears_what_others_have_reserved() -> None:
         request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
         await first.send(Run("r", end_token=20), MsgpackEncoder().encode(request))
         await told(second, [Reserved(0, 2, 20)])
+        await first.send(Run("alpha", 9, "t", end_token=20), MsgpackEncoder().encode(request))
+        await told(second, [Reserved(0, 2, 20), Reserved(0, 2, 9)])
+        await first.send(Move("alpha", 12))
+        await told(second, [Reserved(0, 2, 20), Reserved(0, 2, 12)])
+        instance.engine.moves = False
+        await first.send(Move("alpha", 14))
+        await first.send(Announce("beta", 9, "u", "torch", [WORKER.endpoint], 20), MsgpackEncoder().encode(request))
+        await told(second, [Reserved(0, 2, 20), Reserved(0, 2, 12), Reserved(9, 2, 20, True)])
+        await first.send(Continue("beta", 8, [5]))
+        await told(second, [Reserved(0, 2, 20), Reserved(0, 2, 12), Reserved(8, 2, 20, True)])
+        events = [Resumed("beta"), Lifted("alpha", "for the test")]
+        carrier = EngineCoreOutput(EVENT_CARRIER, [], kv_transfer_params={EXTRA_ARG: msgspec.to_builtins(events)})
+        await instance.gateway.take(EngineCoreOutputs(outputs=[carrier]))
+        await told(second, [Reserved(0, 2, 20), Reserved(0, 2, 20), Reserved(8, 2, 20)])
+        ended = {EXTRA_ARG: msgspec.to_builtins([Ended("alpha", 0, 0), Ended("beta", 0, 0)])}
+        await instance.gateway.take(EngineCoreOutputs(outputs=[EngineCoreOutput(EVENT_CARRIER, [], kv_transfer_params=ended)]))
         await instance.gateway.take(EngineCoreOutputs(outputs=[EngineCoreOutput("r", [7]), EngineCoreOutput("r", [8, 9])]))
         await told(second, [Reserved(4, 2, 20)])
         await told(first, [])

@@ -120,16 +120,34 @@ def test_a_waiting_half_of_another_front_end_holds_memory_only() -> None:
     assert times(other(0, 5000, 5100)) > times()
 
 
-def test_an_instance_looks_at_few_of_its_hand_offs_at_a_time() -> None:
-    scheduler, now_ms = fleet(Policy.dynamic), 0.0
+def test_what_other_front_ends_hold_leaves_less_memory() -> None:
+    def objective_ms(*others: OtherRequest) -> float:
+        scheduler = fleet(Policy.dynamic, num_instances=1)
+        scheduler.report_others("i0", list(others), 0.0)
+        prediction = placed(scheduler, request("a"), 1.0).prediction
+        assert prediction is not None
+        return prediction.objective_ms
+
+    assert objective_ms(other(199_900, 199_900, 199_950, waits=True)) > objective_ms()
+    assert objective_ms(other(100_000, 100_000, 100_050, waits=True)) == objective_ms()
+
+
+def cut_requests(scheduler: GlobalScheduler) -> tuple[list[str], str, float]:
+    """Places some that are cut and wait on the same instance: their names, the instance of their second halves, the time."""
+    now_ms = 0.0
     for number in range(120):
         now_ms += 5.0
         scheduler.place(request(f"decode-{number}", prompt=200, output=2000), now_ms)
     now_ms += 8000.0
-    cuts = {name: placed(scheduler, request(name, prompt=6000), now_ms) for name in map(str, range(12))}
-    alpha = max("i0", "i1", key=[cut.alpha.instance_id for cut in cuts.values()].count)
-    waiting = [name for name, cut in cuts.items() if cut.alpha.instance_id == alpha and cut.beta is not None]
-    scheduler.report_others("i0" if alpha == "i1" else "i1", [other(0, 60_000, 60_100)] * 3, now_ms + 250.0)
+    cuts = {str(number): placed(scheduler, request(str(number), prompt=6000), now_ms + number) for number in range(12)}
+    alpha, beta = sorted(("i0", "i1"), key=[cut.alpha.instance_id for cut in cuts.values()].count, reverse=True)
+    return [name for name, cut in cuts.items() if cut.alpha.instance_id == alpha and cut.beta is not None], beta, now_ms
+
+
+def test_an_instance_looks_at_few_of_its_hand_offs_at_a_time() -> None:
+    scheduler = fleet(Policy.dynamic)
+    waiting, beta, now_ms = cut_requests(scheduler)
+    scheduler.report_others(beta, [other(0, 60_000, 60_100)] * 3, now_ms + 250.0)
 
     def revised(at_ms: float) -> list[str]:
         return [name for name in waiting if scheduler.revise(name, at_ms) is not None]
@@ -138,6 +156,15 @@ def test_an_instance_looks_at_few_of_its_hand_offs_at_a_time() -> None:
     assert revised(now_ms + 250.0) == waiting[:4]
     assert revised(now_ms + 449.0) == []
     assert revised(now_ms + 450.0) == waiting[4:8]
+
+
+def test_no_hand_off_is_looked_at_again_before_all_were() -> None:
+    scheduler = fleet(Policy.dynamic)
+    waiting, beta, now_ms = cut_requests(scheduler)
+    revisions = [scheduler.revise(name, now_ms + 250.0) for name in waiting[:4]]
+    assert any(revision is None or revision.split_token is not None for revision in revisions), "their hand-offs still come"
+    scheduler.report_others(beta, [other(0, 60_000, 60_100)] * 3, now_ms + 450.0)
+    assert [name for name in waiting if scheduler.revise(name, now_ms + 450.0)] == waiting[4:8]
 
 
 def test_a_finished_request_leaves_the_timeline() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from dynaserve.messages import Reserved
 from dynaserve.reservations import Reservations
 
 ME, OTHER = b"me", b"other"
+MOST_TOKENS = 100
 
 
 def whole(books: Reservations) -> None:
@@ -40,7 +42,7 @@ def beta_in_the_prompt(books: Reservations) -> None:
 def test_what_is_computed_shows_in_the_output(
     kind: Callable[[Reservations], None], fresh: Reserved, after_one_token: Reserved, after_six: Reserved
 ) -> None:
-    books = Reservations()
+    books = Reservations(MOST_TOKENS)
     kind(books)
     books.resumed("r")
     assert books.of_others(ME) == [fresh]
@@ -54,7 +56,7 @@ def test_what_is_computed_shows_in_the_output(
 
 
 def test_a_beta_waits_until_it_has_its_kv() -> None:
-    books = Reservations()
+    books = Reservations(MOST_TOKENS)
     beta(books)
     assert books.of_others(ME) == [Reserved(15, 10, 30, waits=True)]
     books.moved("r", 12)
@@ -64,23 +66,44 @@ def test_a_beta_waits_until_it_has_its_kv() -> None:
 
 
 def test_an_alpha_goes_where_its_hand_off_is_moved() -> None:
-    books = Reservations()
+    books = Reservations(MOST_TOKENS)
     alpha(books)
     books.moved("r", 20)
     assert books.of_others(ME) == [Reserved(0, 10, 20)]
     books.moved("r", None)
     assert books.of_others(ME) == [Reserved(0, 10, 30)]
+    books.moved("r", 15)
+    assert books.of_others(ME) == [Reserved(0, 10, 30)], "it was lifted before"
+
+
+def test_a_beta_that_runs_begins_where_it_began() -> None:
+    books = Reservations(MOST_TOKENS)
+    beta(books)
+    books.resumed("r")
+    books.moved("r", 20)
+    assert books.of_others(ME) == [Reserved(15, 10, 30)]
+
+
+@pytest.mark.parametrize("kind", [whole, alpha, beta])
+def test_nothing_is_told_that_the_wire_refuses(kind: Callable[[Reservations], None]) -> None:
+    books = Reservations(MOST_TOKENS)
+    kind(books)
+    books.moved("r", (1 << 31) - 1)
+    books.tokens("r", 5000)
+    (told,) = books.of_others(ME)
+    assert told.computed_tokens == told.end_token == MOST_TOKENS
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Reserved) == told
 
 
 def test_an_answer_that_outgrew_its_expectation_has_a_token_to_go() -> None:
-    books = Reservations()
+    books = Reservations(MOST_TOKENS)
     whole(books)
     books.tokens("r", 40)
     assert books.of_others(ME) == [Reserved(49, 10, 50)]
 
 
 def test_what_is_not_known_is_ignored() -> None:
-    books = Reservations()
+    books = Reservations(MOST_TOKENS)
     books.moved("r", 5)
     books.resumed("r")
     books.tokens("r", 1)

@@ -81,9 +81,9 @@ class SloScheduler(Scheduler):
         self.accounts = StepAccounts.of(self.vllm_config, options, self._most_scheduled_tokens)
         self.deadlines = self.accounts.deadlines
         self.clock: Callable[[], float] = time.monotonic
-        # Neither windows nor speculation, for which vLLM looks for other blocks than the first ones.
+        # Neither windows nor speculation: vLLM keeps and looks for other blocks than the first ones there.
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        self._one_hash_a_block = len(managers) == 1 and isinstance(managers[0], FullAttentionManager) and not self._speculates
+        self._one_hash_a_block = len(managers) == 1 and type(managers[0]) is FullAttentionManager and not self._speculates
         self._ended: list[str] = []
 
     def add_request(self, request: Request) -> None:

@@ -91,8 +91,8 @@ class Gateway:
     description: InstanceDescription
     context: zmq.asyncio.Context
     socket: zmq.asyncio.Socket
+    reservations: Reservations
     routes: dict[str, bytes] = field(default_factory=dict)
-    reservations: Reservations = field(default_factory=Reservations)
     transfers: dict[str, str] = field(default_factory=dict)
     """Transfer id per live request id."""
     sessions: FrontendSessions = field(default_factory=FrontendSessions)
@@ -141,7 +141,7 @@ class Gateway:
             },
             InstanceDescription,
         )
-        gateway = cls(engine, description, context, socket)
+        gateway = cls(engine, description, context, socket, Reservations(description.max_model_len))
         engine.dynaserve_gateway = gateway
         patches.tell_before_shutdown(engine_client, gateway.drain)
         gateway._spawn(gateway._serve())
@@ -222,12 +222,12 @@ class Gateway:
                 if await self._add(identity, message, plan, frames):
                     self._spawn(self._answer_announce(identity, message.request_id))
             case Continue() if self._owns(identity, message.request_id):
+                self.reservations.moved(message.request_id, message.hand_off_at)
                 self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids, time.monotonic())
             case Prepare() if self._owns(identity, message.request_id):
                 self._call("dynaserve_prepare")
             case Move() if self._owns(identity, message.request_id):
-                self.reservations.moved(message.request_id, message.hand_off_at)
-                self._call("dynaserve_move", message.request_id, message.hand_off_at)
+                self._spawn(self._move(message))
             case Release() if self._owns(identity, message.request_id):
                 self._call("dynaserve_release", message.request_id)
             case Abort(request_ids=request_ids):
@@ -317,6 +317,11 @@ class Gateway:
         if isinstance(event, Refused):
             self._forget(request_id)
         await self._send(identity, Step([event], self.load, time.monotonic()))
+
+    async def _move(self, message: Move) -> None:
+        """Only the engine knows whether the hand-off can still move there."""
+        if await self.engine.call_utility_async("dynaserve_move", message.request_id, message.hand_off_at):
+            self.reservations.moved(message.request_id, message.hand_off_at)
 
     def _forget(self, request_id: str) -> None:
         self.routes.pop(request_id, None)

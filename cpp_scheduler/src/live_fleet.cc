@@ -404,12 +404,16 @@ void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
   kept->second.promised_tokens += beta.promised_tokens;
 }
 
-bool LiveFleet::MayLook(Instance& instance, double now_ms) {
-  if (now_ms - instance.looks_since_ms >= kLookEveryMs) {
-    instance.looks_since_ms = now_ms;
-    instance.looks = 0;
+bool LiveFleet::MayLook(Instance& alpha, const Entry& entry, double now_ms) {
+  if (now_ms - alpha.looks_since_ms >= kLookEveryMs) {
+    // Looks were left: nobody waits for one any more.
+    if (alpha.looks < kMostLooks) alpha.round_ms = now_ms;
+    alpha.looks_since_ms = now_ms;
+    alpha.looks = 0;
   }
-  return instance.looks++ < kMostLooks;
+  if (entry.looked_ms >= alpha.round_ms || alpha.looks == kMostLooks) return false;
+  ++alpha.looks;
+  return true;
 }
 
 std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double now_ms) {
@@ -422,7 +426,7 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   const auto alpha = instances_.find(entry.parts[0].instance_id);
   const auto beta = instances_.find(entry.parts[1].instance_id);
   if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
-  if (!MayLook(alpha->second, now_ms)) return std::nullopt;
+  if (!MayLook(alpha->second, entry, now_ms)) return std::nullopt;
   entry.looked_ms = now_ms;
   PendingHandOff pending;
   pending.alpha = Seen(alpha->second, entry.parts[0].promised_tokens);

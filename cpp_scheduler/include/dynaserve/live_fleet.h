@@ -37,7 +37,7 @@ class LiveFleet {
   void Observe(const InstanceState& instance);
   void Remove(const InstanceId& instance_id);
 
-  // How much comes lately, whoever decides where it runs, is what plans and prices go by.
+  // What comes lately to this front-end, cut by hand or not, is what plans and prices go by.
   void CountArrival(const RequestSpec& request, double now_ms);
 
   // Chooses among `accepting`, which Observe() has seen and which is not empty; enters nothing.
@@ -65,8 +65,8 @@ class LiveFleet {
 
   // Whether the hand-off of a request that kDynamic cut should change (hand_off_revision.h), and
   // enters the change.  Asked again within kLookEveryMs, or after kMostRevisions changes, the
-  // answer is nullopt; so it is once kMostLooks requests of the same alpha instance have been
-  // looked at within that time, as a look at a long queue is dear: ask the oldest ones first.
+  // answer is nullopt.  A look at a long queue is dear: of an alpha instance, kMostLooks requests
+  // are looked at within that time, each once before any is looked at again.
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // Somebody else has moved the hand-off, or lifted it (nullopt): it is theirs from now on, and not
@@ -93,8 +93,9 @@ class LiveFleet {
     std::unique_ptr<ExecutionPredictor> predictor;
     InstanceLimits limits;
     bool gathers = false;
+    double round_ms = 0.0;  // since then, each of its hand-offs is looked at once
     double looks_since_ms = 0.0;
-    int looks = 0;                     // at its hand-offs, since then
+    int looks = 0;                     // since then
     std::int64_t promised_tokens = 0;  // others' included
     std::int64_t others_promised = 0;
     std::size_t num_others = 0;
@@ -123,7 +124,7 @@ class LiveFleet {
                         double now_ms);
   SearchOptions Circumstances(std::size_t instances, double now_ms) const;
   SearchInstance Seen(Instance& instance, std::int64_t own_promise) const;
-  static bool MayLook(Instance& instance, double now_ms);
+  static bool MayLook(Instance& alpha, const Entry& entry, double now_ms);
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
   void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);
