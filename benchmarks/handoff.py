@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import sys
 import tempfile
 import threading
@@ -32,7 +33,6 @@ from dynaserve.machine import fast_dtype
 
 SHAPES = ((55, 370), (219, 1467))
 """Prompt and output tokens: means of the paper's workloads (section 6)."""
-WARM_UP = (55, 40)
 ATTEMPTS = 3
 RECORD_TIMEOUT_S = 30.0
 BUSY_STREAMS = 3
@@ -192,7 +192,7 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
     kept: dict[bool, list[HandOver]] = {True: [], False: []}
     with busy(fleet, streams):
         for chunked in (True, False) * 2:  # opens the channel; the first hand-overs of a fleet take longer
-            ask(fleet, _prompt(rng, WARM_UP[0]), WARM_UP[1], chunked=chunked)
+            ask(fleet, _prompt(rng, SHAPES[0][0]), SHAPES[0][1], chunked=chunked)
         for number in range(requests):
             for chunked in (True, False):
                 measured = ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked)
@@ -218,13 +218,14 @@ def main() -> None:
     loads.add_argument("--idle", action="store_true", help="only with instances that are idle otherwise")
     loads.add_argument("--busy", action="store_true", help="only beside other streams")
     parser.add_argument("--transport", default="torch")
+    parser.add_argument("--vllm-args", default="", metavar="ARGS", help='of both instances, as "--dynaserve-batching slo"')
     args = parser.parse_args()
     print(f"command: {' '.join(sys.argv)}; seed {args.seed}; {fast_dtype()}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         fleet = LocalFleet(
             smollm2(),
             dtype=fast_dtype(),
-            vllm_args=["--dynaserve-transports", args.transport, "--no-enable-prefix-caching"],
+            vllm_args=["--dynaserve-transports", args.transport, "--no-enable-prefix-caching", *shlex.split(args.vllm_args)],
             log_dir=Path(logs),
         )
         with fleet:
