@@ -6,6 +6,7 @@ that it passes on. Pure: no sockets, no clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dynaserve.messages import Reserved
@@ -16,7 +17,6 @@ class _MicroRequest:
     """Of tokens [start_token, end_token); prompt_tokens: all that is prefilled, with what a lost instance had sampled. limit_token:
     where an alpha stops, or None. waits: a beta, for its KV."""
 
-    owner: bytes
     prompt_tokens: int
     start_token: int
     end_token: int
@@ -46,11 +46,11 @@ class Reservations:
     most_tokens: int
     _by_id: dict[str, _MicroRequest] = field(default_factory=dict)
 
-    def add(self, request_id: str, owner: bytes, prompt_tokens: int, end_token: int, hand_off_at: int | None, *, is_beta: bool) -> None:
+    def add(self, request_id: str, prompt_tokens: int, end_token: int, hand_off_at: int | None, *, is_beta: bool) -> None:
         """A whole request, an alpha that stops at `hand_off_at`, or a beta that starts there. end_token: of the whole request, as its
         front-end expects."""
         start_token, limit_token = (hand_off_at or 0, None) if is_beta else (0, hand_off_at)
-        self._by_id[request_id] = _MicroRequest(owner, prompt_tokens, start_token, end_token, limit_token, waits=is_beta)
+        self._by_id[request_id] = _MicroRequest(prompt_tokens, start_token, end_token, limit_token, waits=is_beta)
 
     def moved(self, request_id: str, hand_off_at: int | None) -> None:
         """The hand-off point of an alpha, or of a beta that waits; None: the alpha was lifted, for good. Unknown ids are ignored, here
@@ -76,6 +76,5 @@ class Reservations:
     def forget(self, request_id: str) -> None:
         self._by_id.pop(request_id, None)
 
-    def of_others(self, owner: bytes) -> list[Reserved]:
-        """All but those of this front-end."""
-        return [micro.told(self.most_tokens) for micro in self._by_id.values() if micro.owner != owner]
+    def of(self, request_ids: Iterable[str]) -> list[Reserved]:
+        return [self._by_id[request_id].told(self.most_tokens) for request_id in request_ids if request_id in self._by_id]

@@ -10,24 +10,23 @@ import pytest
 from dynaserve.messages import Reserved
 from dynaserve.reservations import Reservations
 
-ME, OTHER = b"me", b"other"
 MOST_TOKENS = 100
 
 
 def whole(books: Reservations) -> None:
-    books.add("r", OTHER, 10, 30, None, is_beta=False)
+    books.add("r", 10, 30, None, is_beta=False)
 
 
 def alpha(books: Reservations) -> None:
-    books.add("r", OTHER, 10, 30, 15, is_beta=False)
+    books.add("r", 10, 30, 15, is_beta=False)
 
 
 def beta(books: Reservations) -> None:
-    books.add("r", OTHER, 10, 30, 15, is_beta=True)
+    books.add("r", 10, 30, 15, is_beta=True)
 
 
 def beta_in_the_prompt(books: Reservations) -> None:
-    books.add("r", OTHER, 10, 30, 4, is_beta=True)
+    books.add("r", 10, 30, 4, is_beta=True)
 
 
 @pytest.mark.parametrize(
@@ -45,35 +44,34 @@ def test_what_is_computed_shows_in_the_output(
     books = Reservations(MOST_TOKENS)
     kind(books)
     books.resumed("r")
-    assert books.of_others(ME) == [fresh]
-    assert books.of_others(OTHER) == []
+    assert books.of(["r"]) == [fresh]
     books.tokens("r", 1)
-    assert books.of_others(ME) == [after_one_token]
+    assert books.of(["r"]) == [after_one_token]
     books.tokens("r", 5)
-    assert books.of_others(ME) == [after_six]
+    assert books.of(["r"]) == [after_six]
     books.forget("r")
-    assert books.of_others(ME) == []
+    assert books.of(["r"]) == []
 
 
 def test_a_beta_waits_until_it_has_its_kv() -> None:
     books = Reservations(MOST_TOKENS)
     beta(books)
-    assert books.of_others(ME) == [Reserved(15, 10, 30, waits=True)]
+    assert books.of(["r"]) == [Reserved(15, 10, 30, waits=True)]
     books.moved("r", 12)
-    assert books.of_others(ME) == [Reserved(12, 10, 30, waits=True)]
+    assert books.of(["r"]) == [Reserved(12, 10, 30, waits=True)]
     books.resumed("r")
-    assert books.of_others(ME) == [Reserved(12, 10, 30)]
+    assert books.of(["r"]) == [Reserved(12, 10, 30)]
 
 
 def test_an_alpha_goes_where_its_hand_off_is_moved() -> None:
     books = Reservations(MOST_TOKENS)
     alpha(books)
     books.moved("r", 20)
-    assert books.of_others(ME) == [Reserved(0, 10, 20)]
+    assert books.of(["r"]) == [Reserved(0, 10, 20)]
     books.moved("r", None)
-    assert books.of_others(ME) == [Reserved(0, 10, 30)]
+    assert books.of(["r"]) == [Reserved(0, 10, 30)]
     books.moved("r", 15)
-    assert books.of_others(ME) == [Reserved(0, 10, 30)], "it was lifted before"
+    assert books.of(["r"]) == [Reserved(0, 10, 30)], "it was lifted before"
 
 
 def test_a_beta_that_runs_begins_where_it_began() -> None:
@@ -81,7 +79,7 @@ def test_a_beta_that_runs_begins_where_it_began() -> None:
     beta(books)
     books.resumed("r")
     books.moved("r", 20)
-    assert books.of_others(ME) == [Reserved(15, 10, 30)]
+    assert books.of(["r"]) == [Reserved(15, 10, 30)]
 
 
 @pytest.mark.parametrize("kind", [whole, alpha, beta])
@@ -90,7 +88,7 @@ def test_nothing_is_told_that_the_wire_refuses(kind: Callable[[Reservations], No
     kind(books)
     books.moved("r", (1 << 31) - 1)
     books.tokens("r", 5000)
-    (told,) = books.of_others(ME)
+    (told,) = books.of(["r"])
     assert told.computed_tokens == told.end_token == MOST_TOKENS
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Reserved) == told
 
@@ -99,7 +97,7 @@ def test_an_answer_that_outgrew_its_expectation_has_a_token_to_go() -> None:
     books = Reservations(MOST_TOKENS)
     whole(books)
     books.tokens("r", 40)
-    assert books.of_others(ME) == [Reserved(49, 10, 50)]
+    assert books.of(["r"]) == [Reserved(49, 10, 50)]
 
 
 def test_what_is_not_known_is_ignored() -> None:
@@ -108,4 +106,4 @@ def test_what_is_not_known_is_ignored() -> None:
     books.resumed("r")
     books.tokens("r", 1)
     books.forget("r")
-    assert books.of_others(ME) == []
+    assert books.of(["r"]) == []

@@ -52,6 +52,7 @@ from dynaserve.messages import (
     Pulse,
     Refused,
     Release,
+    Reserved,
     Resumed,
     Run,
     SenderLost,
@@ -174,8 +175,11 @@ class Gateway:
         """Tells every front-end that this instance lives; it finds out who has gone."""
         while True:
             for identity in self.sessions.identities:
-                await self._send(identity, Beat(self.pulse, self.draining, self.reservations.of_others(identity)))
+                await self._send(identity, Beat(self.pulse, self.draining, self._of_others(identity)))
             await asyncio.sleep(BEAT_S)
+
+    def _of_others(self, identity: bytes) -> list[Reserved]:
+        return self.reservations.of(request_id for request_id, owner in self.routes.items() if owner != identity)
 
     async def _drop(self, identity: bytes) -> None:
         """The word comes before whatever the abort causes: the front-end takes its requests elsewhere."""
@@ -280,7 +284,7 @@ class Gateway:
         request.sampling_params.extra_args = extra_args | {EXTRA_ARG: msgspec.to_builtins(plan)}
         self.routes[request_id] = identity
         prompt_tokens = len(request.prompt_token_ids or ()) + len(plan.output_token_ids or ())
-        self.reservations.add(request_id, identity, prompt_tokens, message.end_token, plan.hand_off_at, is_beta=plan.role == "beta")
+        self.reservations.add(request_id, prompt_tokens, message.end_token, plan.hand_off_at, is_beta=plan.role == "beta")
         if plan.transfer_id is not None:
             self.transfers[request_id] = plan.transfer_id
         await self.engine.add_request_async(request)
