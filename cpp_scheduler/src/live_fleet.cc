@@ -365,7 +365,7 @@ void LiveFleet::ReportOthers(const InstanceId& instance_id, std::span<const Othe
   const auto found = instances_.find(instance_id);
   if (found == instances_.end()) return;
   Instance& instance = found->second;
-  if (others.empty() && instance.num_others == 0) return;
+  if (others.empty() && instance.others_promised == 0) return;  // none is on the timeline
   instance.predictor->Snapshot(now_ms, running_, waiting_);
   const auto is_other = [](const VirtualRequest& request) { return request.key >= kFirstOther; };
   std::erase_if(running_, is_other);
@@ -385,7 +385,6 @@ void LiveFleet::ReportOthers(const InstanceId& instance_id, std::span<const Othe
   instance.predictor->Replace(running_, waiting_, now_ms);
   instance.promised_tokens += promised - instance.others_promised;
   instance.others_promised = promised;
-  instance.num_others = others.size();
 }
 
 void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {

@@ -98,7 +98,6 @@ class LiveFleet {
     int looks = 0;                     // since then
     std::int64_t promised_tokens = 0;  // others' included
     std::int64_t others_promised = 0;
-    std::size_t num_others = 0;
     double log_scale = 0.0;
   };
   struct Part {
