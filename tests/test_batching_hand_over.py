@@ -19,10 +19,11 @@ PROMPT, HAND_OFF = 100, 110
 SENT = [9] * (HAND_OFF - PROMPT + 1)
 
 
-def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 16) -> Engine:
+def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 16, *, slo: bool = True, **engine_args: int) -> Engine:
     options = PluginOptions(tbt_slo_ms=tbt_slo_ms, min_prefill_tokens=min_prefill_tokens)
-    engine = Engine(folder, options=options, cuts=True, enable_prefix_caching=False)
-    engine.learn()
+    engine = Engine(folder, options=options, cuts=True, slo=slo, enable_prefix_caching=False, **engine_args)
+    if slo:
+        engine.learn()
     return engine
 
 
@@ -49,6 +50,27 @@ def test_a_beta_runs_as_soon_as_its_kv_is_here_although_no_prefill_is_allowed(tm
     engine.arrived.add("beta")
     engine.step()
     assert engine.step()["beta"] == 1
+
+
+@pytest.mark.parametrize("slo", [True, False])
+def test_betas_do_not_wait_for_prompts_that_are_running(tmp_path: Path, slo: bool) -> None:
+    """vLLM would give all of the step to those prompts, until there is none."""
+    engine = instance(tmp_path, tbt_slo_ms=40.0, min_prefill_tokens=2, slo=slo, max_num_batched_tokens=192)
+    decode(engine, 3)
+    engine.add("prompt-0", 3000, 1)
+    engine.add("prompt-1", 3000, 1)
+    engine.step()
+    assert engine.scheduler.running[-1].is_prefill_chunk
+    for name in ("beta-0", "beta-1"):
+        announce(engine, name)
+        assert engine.scheduler.continue_request(name, HAND_OFF, SENT, 0.0)
+        engine.arrived.add(name)
+    engine.step()
+    scheduled = engine.step()
+    assert scheduled["beta-0"] == scheduled["beta-1"] == 1
+    assert scheduled["prompt-0"] > 0
+    assert sum(scheduled.values()) <= engine.scheduler.max_num_scheduled_tokens
+    assert {"beta-0", "beta-1", "prompt-0"} <= engine.step().keys()
 
 
 def test_several_betas_that_become_ready_together_run_together(tmp_path: Path) -> None:

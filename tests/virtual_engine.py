@@ -28,6 +28,7 @@ from dynaserve.step_latency import Roofline
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.connector import WorkerReports
 from vllm_plugin.options import PLUGIN, PluginOptions
+from vllm_plugin.resuming import ResumingFirst
 from vllm_plugin.scheduler import CutScheduler
 from vllm_plugin.step_accounts import shape_of
 
@@ -59,8 +60,8 @@ class Engine:
     """Runs the scheduler's batches on the virtual machine.
 
     pipelined: as vLLM does with asynchronous scheduling, the next batch is formed while one runs. draft_tokens: that each decode
-    speculates, all of which are accepted. cuts: the instance of a fleet, without workers. stock: vLLM's scheduler alone. machine: what
-    its steps take. folder: gets the model's config.
+    speculates, all of which are accepted. cuts: the instance of a fleet, without workers. slo: with SLO-aware batches.
+    stock: vLLM's scheduler alone. machine: what its steps take. folder: gets the model's config.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Engine:
         pipelined: bool = False,
         draft_tokens: int = 0,
         cuts: bool = False,
+        slo: bool = True,
         stock: bool = False,
         machine: Roofline = MACHINE,
         **engine_args: Any,
@@ -98,7 +100,7 @@ class Engine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
         base = AsyncScheduler if pipelined else Scheduler
         self.blocks, self.pipelined, self.draft_tokens, self.machine = blocks, pipelined, draft_tokens, machine
-        mixins: tuple[type, ...] = () if stock else (CutScheduler, SloScheduler) if cuts else (SloScheduler,)
+        mixins: tuple[type, ...] = () if stock else (*[CutScheduler] * cuts, *[SloScheduler] * slo, ResumingFirst)
         self.scheduler: Any = type("SchedulerUnderTest", (*mixins, base), {})(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]),

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import attrgetter
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -29,6 +28,7 @@ from dynaserve.step_planner import RunningDecodes, StepPlan
 from dynaserve.token_deadlines import TokenSlo
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.requests import TBT_ARG, TTFT_ARG, is_slo_ms
+from vllm_plugin.resuming import ResumingFirst
 from vllm_plugin.step_accounts import StepAccounts, shape_of
 
 if TYPE_CHECKING:
@@ -63,10 +63,9 @@ class _Batch:
     prefills: list[Request]
 
 
-class SloScheduler(Scheduler):
+class SloScheduler(ResumingFirst):
     """Mixin over vLLM's `Scheduler` or `AsyncScheduler`."""
 
-    max_num_scheduled_tokens: int
     max_num_active_reqs: int
     parked_slots: int = 0
     """Requests in `running` that take none of its slots (`AlphaScheduler`)."""
@@ -146,15 +145,6 @@ class SloScheduler(Scheduler):
         self.max_num_active_reqs = min(most, room) if admitted < len(waiting) else most
         return plan
 
-    def parked_requests(self) -> Collection[str]:
-        """Ids of running requests that have nothing to compute."""
-        return ()
-
-    def tokens_to_compute(self, request: Request) -> int:
-        """Until the request samples its next token, or stops at its hand-off point."""
-        tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-        return int(self._reserve_prefill_lookahead(request, request.num_computed_tokens, tokens))
-
     def _running_batch(self, now_s: float) -> _Batch:
         """Puts the decodes first, each part in order of arrival, as vLLM preempts from the end.
 
@@ -190,9 +180,9 @@ class SloScheduler(Scheduler):
         """A request whose KV comes from elsewhere: its clock runs since its tokens are known, and it runs as soon as its KV is here."""
         if request.num_output_tokens:
             self.deadlines.took_over(request.request_id, now_s)
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in self.finished_recving_kv_req_ids:
+        if not self.has_arrived(request):
             return
-        if request.num_tokens - request.num_computed_tokens > 1:
+        if not self.is_decode(request):
             batch.prefills.append(request)
             return
         batch.decodes += 1

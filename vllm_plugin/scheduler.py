@@ -24,6 +24,7 @@ from vllm_plugin.betas import BetaScheduler
 from vllm_plugin.heart import Heart, StepClock
 from vllm_plugin.micro_requests import EXTRA_ARG, MicroRequests, plan_of
 from vllm_plugin.options import PluginOptions
+from vllm_plugin.resuming import ResumingFirst
 from vllm_plugin.wake import Alarm
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     """`--scheduler-cls`: the class must match the engine's mode, and vLLM does not check it."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     batching = (SloScheduler,) if PluginOptions.from_config(vllm_config).batching == "slo" else ()
-    scheduler_class = type("DynaServeScheduler", (CutScheduler, *batching, base), {})
+    scheduler_class = type("DynaServeScheduler", (CutScheduler, *batching, ResumingFirst, base), {})
     scheduler: Scheduler = scheduler_class(vllm_config=vllm_config, **kwargs)
     return scheduler
 
@@ -207,7 +208,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
                 micro.computed_tokens += tokens
 
     def parked_requests(self) -> Collection[str]:
-        """For the local scheduler (`batching.SloScheduler`): alphas at their hand-off point."""
+        """Alphas at their hand-off point."""
         return self.micro.parked.keys()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
