@@ -25,8 +25,8 @@ from dynaserve.messages import Ended, Granted, Lifted, Moved, Parked, Refused, R
 from dynaserve.records import KvRecord, MicroRecord, RequestRecord
 from dynaserve.request_placer import Held
 
-PREPARE_TOKENS = 3
-"""So many steps before an alpha stops in its answer, its beta's instance is told to wake up (docs/kv_transfer.md)."""
+PREPARE_TOKENS = (4, 2)
+"""So many steps before an alpha stops in its answer, its beta's instance is told to wake up, and to stay awake (docs/kv_transfer.md)."""
 
 ENGINE_GAVE_UP = ("abort", "error")
 """Finish reasons after which an instance may never say `Ended`: its scheduler may not even have seen the request."""
@@ -258,8 +258,10 @@ class RequestFlow:
         return self._release()
 
     def _prepare_beta(self) -> list[Instruction]:
+        if self.state is not State.ALPHA or not self.granted or self.hand_off_at is None:
+            return []
         computed = self.record.prompt_tokens + len(self.output_token_ids) - 1
-        if self.state is not State.ALPHA or not self.granted or computed + PREPARE_TOKENS != self.hand_off_at:
+        if self.hand_off_at - computed not in PREPARE_TOKENS:
             return []
         return [SendPrepare(self._micro(Side.BETA).instance)]
 

@@ -70,18 +70,19 @@ def test_beta_continues_with_the_tokens_of_alpha() -> None:
     assert flow.record.output_tokens == 3
 
 
-def test_betas_instance_is_woken_once_three_steps_before_the_alpha_stops() -> None:
+def test_betas_instance_is_woken_four_and_two_steps_before_the_alpha_stops() -> None:
     flow = running(cut_flow(split=105))
     tell(flow, BETA, Granted("r", 0))
     steps = [tell(flow, ALPHA, Tokens([token], None)) for token in range(6)]
-    assert steps == [[Forward()]] * 2 + [[Forward(), SendPrepare("b")]] + [[Forward()]] * 3
+    woken = [Forward(), SendPrepare("b")]
+    assert steps == [[Forward()], woken, [Forward()], woken, [Forward()], [Forward()]]
 
 
 def test_a_moved_hand_off_wakes_betas_instance_for_its_new_point() -> None:
     flow = running(cut_flow(split=105))
     tell(flow, BETA, Granted("r", 0))
     tell(flow, ALPHA, Tokens([7], None))
-    flow.move(104)
+    flow.move(103)
     assert tell(flow, ALPHA, Tokens([8], None)) == [Forward(), SendPrepare("b")]
 
 
