@@ -29,7 +29,7 @@ import httpx
 
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
-from dynaserve.machine import fast_dtype
+from dynaserve.machine import StolenTime, fast_dtype
 
 SHAPES = ((55, 370), (219, 1467))
 """Prompt and output tokens: means of the paper's workloads (section 6)."""
@@ -190,6 +190,7 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
     prompt_tokens, outputs = shape
     rng = random.Random(seed)
     kept: dict[bool, list[HandOver]] = {True: [], False: []}
+    stolen = StolenTime()
     with busy(fleet, streams):
         for chunked in (True, False) * 2:  # opens the channel; the first hand-overs of a fleet take longer
             ask(fleet, _prompt(rng, SHAPES[0][0]), SHAPES[0][1], chunked=chunked)
@@ -199,6 +200,7 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
                 kept[chunked].append(measured)
                 print(f"  {number}: gap {measured.gap_ms:.1f} ms, median TBT {measured.tbt_ms:.1f} ms", flush=True)
     load = f"{streams} other streams an instance" if streams else "idle"
+    print(f"meanwhile taken by the host of this machine: {stolen} of its cores' time")
     for chunked, hand_overs in kept.items():
         report(f"{prompt_tokens}+{outputs}, {'chunked' if chunked else 'unchunked'}, {load}", hand_overs)
     if not streams:

@@ -27,7 +27,7 @@ from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
-from dynaserve.machine import fast_dtype
+from dynaserve.machine import StolenTime, fast_dtype
 
 WORKLOAD = "fixed:128,32"
 FILLING_S = 10.0
@@ -109,11 +109,13 @@ def overload(fleet: LocalFleet, args: argparse.Namespace) -> bool:
     if len(rising) == 1:
         raise SystemExit(f"the fleet refuses requests at {args.first_rate:g} requests/s already: choose a lower --first-rate")
     capacity = rising[-2].rate_per_s
+    stolen = StolenTime()
     over = measure(fleet, args.times * capacity, args.overload_s, args)
     best = max(load.tokens_per_s for load in rising)
     part = over.tokens_per_s / best
     attainment = over.summary.token_attainment or 0.0
-    print(f"\ncapacity {capacity:.2f} requests/s; {args.times:g} times that for {args.overload_s:g} s:")
+    print(f"\nmeanwhile taken by the host of this machine: {stolen} of its cores' time")
+    print(f"capacity {capacity:.2f} requests/s; {args.times:g} times that for {args.overload_s:g} s:")
     goals = {
         f"refused: {over.refused} of {over.summary.requests} (goal: some, or nothing was overloaded)": over.refused > 0,
         f"answered otherwise than with 200 or 429: {over.failed} (goal 0) {over.summary.failure_examples}": not over.failed,

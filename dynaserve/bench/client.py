@@ -14,6 +14,7 @@ import httpx
 from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.stream import CompletionStream
+from dynaserve.machine import StolenTime
 from workloads.trace import TraceRequest
 
 _HEAD_START_S = 0.1
@@ -45,11 +46,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Recording:
-    """started_unix_s: the zero of all times. loop_lags_ms: how late this process woke up, once for each 10 ms of the run."""
+    """started_unix_s: the zero of all times. loop_lags_ms: how late this process woke up, once for each 10 ms of the run.
+    stolen_share: of the time of the client's cores, what their host gave to others; None: not known."""
 
     started_unix_s: float
     records: list[RequestRecord]
     loop_lags_ms: list[float] = field(repr=False)
+    stolen_share: float | None
 
 
 def http_client(api_key: str | None) -> httpx.AsyncClient:
@@ -78,7 +81,7 @@ async def replay(
     gc.collect()
     gc.freeze()  # A collection that walks all the prepared bodies would stop the clock's reader for milliseconds.
     started_unix_s, start_s = time.time() + _HEAD_START_S, time.perf_counter() + _HEAD_START_S
-    progress, loop_lags_ms = Progress(len(plan)), list[float]()
+    progress, loop_lags_ms, stolen = Progress(len(plan)), list[float](), StolenTime()
     try:
         async with asyncio.TaskGroup() as group:
             watchers = [group.create_task(_watch_loop(start_s, loop_lags_ms)), group.create_task(_tell(start_s, progress, show))]
@@ -91,7 +94,7 @@ async def replay(
                 watcher.cancel()
     finally:
         gc.unfreeze()
-    return Recording(started_unix_s, records, loop_lags_ms)
+    return Recording(started_unix_s, records, loop_lags_ms, stolen.share())
 
 
 async def send(http: httpx.AsyncClient, endpoint: Endpoint, planned: Planned, start_s: float, timeout_s: float) -> RequestRecord:

@@ -54,7 +54,7 @@ def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
         report.write_raw(opts.output, provenance, recording, summary, problem)
     if problem is not None:
         return _say(f"not reported: {problem}", NOT_TRUSTED)
-    report.print_summary(Console(highlight=False), provenance, summary, opts.slo)
+    report.print_summary(Console(highlight=False), provenance, summary, opts.slo, recording.stolen_share)
     if not summary.finished:
         return _say("no request finished", NOTHING_FINISHED)
     return 0

@@ -61,12 +61,13 @@ def progress_line(progress: Progress) -> str:
     )
 
 
-def print_summary(console: Console, run: Mapping[str, Any], summary: Summary, slo: Slo) -> None:
-    """run: how it came about."""
+def print_summary(console: Console, run: Mapping[str, Any], summary: Summary, slo: Slo, stolen_share: float | None) -> None:
+    """run: how it came about. stolen_share: see `Recording`."""
     told = ", ".join(f"{name} {run[name]}" for name in ("workload", "url", "model", "seed", "prompt_seed"))
     console.print(told, markup=False, soft_wrap=True)
     client = machine()
-    console.print(f"client: {client['cores']} cores of {client['cpu']}\n", markup=False, soft_wrap=True)
+    stolen = "" if stolen_share is None else f"; {stolen_share:.1%} of their time taken by the host"
+    console.print(f"client: {client['cores']} cores of {client['cpu']}{stolen}\n", markup=False, soft_wrap=True)
     console.print(_latency_table(summary))
     for name, value in _figures(summary, slo):
         console.print(f"{name:24s} {value}", markup=False, soft_wrap=True)
@@ -123,6 +124,7 @@ def write_raw(path: Path, run: Mapping[str, Any], recording: Recording, summary:
         "summary": summary,
         "requests": [_raw(record) for record in recording.records],
         "loop_lags_ms": _rounded(recording.loop_lags_ms),
+        "stolen_share": recording.stolen_share,
     }
     path.write_bytes(msgspec.json.encode(content))
 
