@@ -2,8 +2,8 @@
 
 The wait for a first token is told by how fast prompts were computed lately while any waited, whatever the policy: what waits and the
 request itself, over that rate. Prompts that come one by one are computed more slowly than a batch of them, so a rate alone would
-refuse a burst after a quiet time: nobody is refused before someone has waited for half of the time that is asked for. Pure; time is
-an argument.
+refuse a burst after a quiet time: nobody is refused before the burst itself has told something, that is, before someone has waited for
+a while. Pure; time is an argument.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-RECENT_S = 10.0
-"""How far back the rate reaches: what is older counts a third (1/e) for each such time."""
+RECENT_S, RECENT_PROMPTS = 10.0, 32
+"""How far back the rate reaches: so much time, or so many prompts, whichever is less; what is older counts a third (1/e) or less."""
 LEAST_SAMPLE_S = 1.0
 """With less experience than this much of waiting, the rate is not known, and nobody is refused for it."""
+PATIENCE, MOST_PATIENCE_S = 0.25, 2.0
+"""How long someone must have waited before anyone is refused: this share of the TTFT SLO, and at most so long. Meanwhile a load of
+n times the capacity lets in what takes n times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,47 @@ class Refusal:
 
 
 @dataclass
+class _Rate:
+    """Prompt tokens per second of time in which somebody waited.
+
+    One step may answer many prompts: they are one sample, with the time since the last one.
+    """
+
+    _tokens: float = 0.0
+    _busy_s: float = 0.0
+    _seen_s: float = 0.0
+    _new_tokens: int = 0
+    _new_prompts: int = 0
+    _new_s: float = 0.0
+
+    def passed(self, seconds: float) -> None:
+        if self._new_prompts:
+            fade = math.exp(-self._new_s / RECENT_S - self._new_prompts / RECENT_PROMPTS)
+            self._tokens = self._tokens * fade + self._new_tokens
+            self._busy_s = self._busy_s * fade + self._new_s
+            self._new_tokens, self._new_prompts, self._new_s = 0, 0, 0.0
+        self._new_s += seconds
+        self._seen_s += seconds
+
+    def computed(self, prompt_tokens: int) -> None:
+        self._new_tokens += prompt_tokens
+        self._new_prompts += 1
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None: not known."""
+        tokens = self._tokens + self._new_tokens
+        return tokens / (self._busy_s + self._new_s) if tokens and self._seen_s >= LEAST_SAMPLE_S else None
+
+
+@dataclass
 class Admission:
     """most_waiting: requests that wait for their first token, in the whole fleet."""
 
     most_waiting: float = math.inf
     _waiting: dict[str, tuple[float, int]] = field(default_factory=dict)  # since when (s), prompt tokens; oldest first
     _waiting_tokens: int = 0
-    _computed_tokens: float = 0.0
-    _busy_s: float = 0.0
+    _rate: _Rate = field(default_factory=_Rate)
     _looked_s: float = -math.inf
 
     @property
@@ -43,21 +79,21 @@ class Admission:
     def why_not(self, prompt_tokens: int, ttft_slo_ms: float, now_s: float) -> Refusal | None:
         """Of a request that comes now. ttft_slo_ms: infinite for one that is served as best it goes."""
         self._look(now_s)
-        rate = self._tokens_per_s()
+        rate = self._rate.tokens_per_s
         if self.waiting >= self.most_waiting:
             return Refusal("queue", f"{self.waiting} requests wait for their first token, and at most {self.most_waiting:g} may")
         if rate is None or not self._waiting:
             return None
         wait_s = (self._waiting_tokens + prompt_tokens) / rate
         oldest_s, _ = next(iter(self._waiting.values()))
-        if wait_s <= ttft_slo_ms / 1e3 or now_s - oldest_s < ttft_slo_ms / 2e3:
+        if wait_s <= ttft_slo_ms / 1e3 or now_s - oldest_s < min(PATIENCE * ttft_slo_ms / 1e3, MOST_PATIENCE_S):
             return None
         return Refusal("ttft", f"the first token would come after {wait_s:.1f} s, and is asked for within {ttft_slo_ms:g} ms")
 
     def drained_s(self, now_s: float) -> float:
         """Until all that wait now have their first token; 0 where that is not known."""
         self._look(now_s)
-        rate = self._tokens_per_s()
+        rate = self._rate.tokens_per_s
         return self._waiting_tokens / rate if rate else 0.0
 
     def arrived(self, request_id: str, prompt_tokens: int, now_s: float) -> None:
@@ -69,7 +105,7 @@ class Admission:
         """It has tokens; only the first ones tell anything."""
         if request_id in self._waiting:
             self._look(now_s)
-            self._computed_tokens += self._forget(request_id)
+            self._rate.computed(self._forget(request_id))
 
     def left(self, request_id: str, now_s: float) -> None:
         """It is over, in whatever way: without an answer it taught nothing."""
@@ -82,14 +118,7 @@ class Admission:
         return tokens
 
     def _look(self, now_s: float) -> None:
-        """Time counts as busy while somebody waits; experience fades with busy time only."""
+        """Time counts while somebody waits."""
         if self._waiting and now_s > self._looked_s:
-            passed_s = now_s - self._looked_s
-            fade = math.exp(-passed_s / RECENT_S)
-            self._computed_tokens *= fade
-            self._busy_s = self._busy_s * fade + RECENT_S * (1 - fade)
+            self._rate.passed(now_s - self._looked_s)
         self._looked_s = max(self._looked_s, now_s)
-
-    def _tokens_per_s(self) -> float | None:
-        """None: not known."""
-        return self._computed_tokens / self._busy_s if self._busy_s >= LEAST_SAMPLE_S and self._computed_tokens else None
