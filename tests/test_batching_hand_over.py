@@ -52,10 +52,11 @@ def test_a_beta_runs_as_soon_as_its_kv_is_here_although_no_prefill_is_allowed(tm
     assert engine.step()["beta"] == 1
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("slo", [True, False])
-def test_betas_do_not_wait_for_prompts_that_are_running(tmp_path: Path, slo: bool) -> None:
+def test_betas_do_not_wait_for_prompts_that_are_running(tmp_path: Path, slo: bool, pipelined: bool) -> None:
     """vLLM would give all of the step to those prompts, until there is none."""
-    engine = instance(tmp_path, tbt_slo_ms=40.0, min_prefill_tokens=2, slo=slo, max_num_batched_tokens=192)
+    engine = instance(tmp_path, tbt_slo_ms=40.0, min_prefill_tokens=2, slo=slo, pipelined=pipelined, max_num_batched_tokens=192)
     decode(engine, 3)
     engine.add("prompt-0", 3000, 1)
     engine.add("prompt-1", 3000, 1)
@@ -65,12 +66,26 @@ def test_betas_do_not_wait_for_prompts_that_are_running(tmp_path: Path, slo: boo
         announce(engine, name)
         assert engine.scheduler.continue_request(name, HAND_OFF, SENT, 0.0)
         engine.arrived.add(name)
+    for _ in range(1 + pipelined):
+        engine.step()
+    for _ in range(2):
+        scheduled = engine.step()
+        assert scheduled["beta-0"] == scheduled["beta-1"] == 1
+        assert sum(scheduled.values()) == engine.scheduler.max_num_scheduled_tokens, "the prompts take the rest"
+    assert engine.scheduler.running[-1].is_prefill_chunk
+
+
+@pytest.mark.parametrize("slo", [True, False])
+def test_a_prompt_that_holds_the_last_slot_is_computed_while_a_late_beta_is_ready(tmp_path: Path, slo: bool) -> None:
+    engine = instance(tmp_path, tbt_slo_ms=1.0, min_prefill_tokens=0, slo=slo, max_num_seqs=1, max_num_batched_tokens=64)
+    engine.add("prompt", 300, 1)
     engine.step()
-    scheduled = engine.step()
-    assert scheduled["beta-0"] == scheduled["beta-1"] == 1
-    assert scheduled["prompt-0"] > 0
-    assert sum(scheduled.values()) <= engine.scheduler.max_num_scheduled_tokens
-    assert {"beta-0", "beta-1", "prompt-0"} <= engine.step().keys()
+    announce(engine, "beta")
+    assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, 0.0)
+    engine.arrived.add("beta")
+    scheduled = [engine.step().keys() for _ in range(240)]
+    first = next(number for number, names in enumerate(scheduled) if "beta" in names)
+    assert all("prompt" in names for names in scheduled[:first])
 
 
 def test_several_betas_that_become_ready_together_run_together(tmp_path: Path) -> None:

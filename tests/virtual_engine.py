@@ -150,7 +150,7 @@ class Engine:
 
     def _decodes(self, request: Request) -> bool:
         done = request.num_output_tokens + request.num_output_placeholders >= request.max_tokens
-        parked = self.scheduler.parked_requests() if isinstance(self.scheduler, SloScheduler) else ()
+        parked = self.scheduler.parked_requests() if isinstance(self.scheduler, ResumingFirst) else ()
         return not (done or request.is_prefill_chunk or request.request_id in parked)
 
     def _start(self, output: SchedulerOutput, scheduled: dict[str, int]) -> None:

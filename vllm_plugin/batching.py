@@ -1,6 +1,6 @@
 """SLO-aware batches: before each step, how many tokens of prefill join the decodes (the paper's Algorithm 2).
 
-vLLM's own scheduler forms the batch; what it may take is set before: decodes stand first in `running`,
+vLLM's own scheduler forms the batch; what it may take is set before: decodes come first (`resuming`),
 `max_num_scheduled_tokens` holds the decodes and the prefill budget, `max_num_active_reqs` how many requests may run.
 """
 
@@ -66,7 +66,6 @@ class _Batch:
 class SloScheduler(ResumingFirst):
     """Mixin over vLLM's `Scheduler` or `AsyncScheduler`."""
 
-    max_num_active_reqs: int
     parked_slots: int = 0
     """Requests in `running` that take none of its slots (`AlphaScheduler`)."""
 
@@ -146,15 +145,11 @@ class SloScheduler(ResumingFirst):
         return plan
 
     def _running_batch(self, now_s: float) -> _Batch:
-        """Puts the decodes first, each part in order of arrival, as vLLM preempts from the end.
-
-        Looks at every running request before every step: a decode costs it three look-ups and no call.
-        """
+        """Looks at every running request before every step: a decode costs it three look-ups and no call."""
         parked, next_due_s = self.parked_requests(), self.deadlines.next_due_s
         number = context_tokens = 0
         due_s, unknown_s = math.inf, now_s + self._slo.tbt_s
         prefills: list[Request] = []
-        ordered = True
         for request in self.running:
             request_id = request.request_id
             if parked and request_id in parked:
@@ -162,15 +157,11 @@ class SloScheduler(ResumingFirst):
             if request.is_prefill_chunk:
                 prefills.append(request)
                 continue
-            if prefills:
-                ordered = False
             number += 1
             context_tokens += request.num_computed_tokens
             request_due_s = next_due_s.get(request_id, unknown_s)
             if request_due_s < due_s:
                 due_s = request_due_s
-        if not ordered:
-            self.running.sort(key=lambda request: (request.request_id not in parked, request.is_prefill_chunk))
         tokens = number
         if self._speculates:
             tokens = sum(self.tokens_to_compute(request) for request in self.running if not request.is_prefill_chunk)

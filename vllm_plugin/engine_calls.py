@@ -51,9 +51,12 @@ def dynaserve_reservation(self: Any, request_id: str) -> Any:
 def dynaserve_prepare(self: Any) -> bool:
     """A beta is about to resume: an engine at rest runs one step for nothing, since its first one takes longer.
 
-    False: it is not at rest, or has adapters, which such a step would unload (`LoRAModelRunnerMixin.maybe_setup_dummy_loras`).
+    False: it is not at rest, or somebody has asked for something else, which would wait for that step; or it has adapters, which
+    such a step would unload (`LoRAModelRunnerMixin.maybe_setup_dummy_loras`).
     """
-    if self.has_work() or self.vllm_config.lora_config is not None or not self.scheduler.steps.at_rest(time.monotonic()):
+    if self.has_work() or not self.input_queue.empty() or not self.scheduler.steps.at_rest(time.monotonic()):
+        return False
+    if self.vllm_config.lora_config is not None:
         return False
     self.scheduler.micro.counts["prepared"] += 1
     self.execute_dummy_batch()

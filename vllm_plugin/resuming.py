@@ -1,8 +1,8 @@
-"""Requests whose KV came from elsewhere run as the decodes that they are: in each step, beside whatever prompt."""
+"""Decodes come first, also those that resume here with KV from elsewhere: each gets its token in each step, beside whatever prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,34 +16,49 @@ class ResumingFirst(Scheduler):
     """Mixin over vLLM's scheduler, next to it: what a step may take is settled by then.
 
     vLLM gives tokens to running requests in their order, and then to waiting ones; a prompt takes all that is left
-    (scheduler.py:672). A request that resumes would wait for the end of every prompt that began before, in the middle of its answer.
+    (scheduler.py:710). A request that resumes would wait for the end of every prompt that began before, in the middle of its answer.
     """
 
     max_num_scheduled_tokens: int
+    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._most_tokens: dict[str, int] = {}  # of the step that is being scheduled, for running prompts
+        self._was_empty = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._most_tokens = self._shares_of_prompts()
+        prompts = self._put_decodes_first()
+        # What was left for those that resume may not fit them: a step for nothing is followed by one that leaves them nothing.
+        self._most_tokens = self._shares_of(prompts) if prompts and not self._was_empty else {}
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             self._most_tokens = {}
+        self._was_empty = not output.total_num_scheduled_tokens
+        return output
 
-    def _shares_of_prompts(self) -> dict[str, int]:
-        """What running prompts may take of the next step, in order, so that each decode gets its token; empty: all there is."""
+    def _put_decodes_first(self) -> list[Request]:
+        """Each part keeps its order; vLLM preempts from the end. Returns the running prompts."""
         parked = self.parked_requests()
         prompts = [request for request in self.running if request.is_prefill_chunk and request.request_id not in parked]
-        resuming = sum(self.has_arrived(request) and self.is_decode(request) for request in self.kv_holding_waiting)
-        if not prompts or (not resuming and self.running[-len(prompts) :] == prompts):
+        if prompts and self.running[-len(prompts) :] != prompts:
+            self.running.sort(key=lambda request: (request.request_id not in parked, request.is_prefill_chunk))
+        return prompts
+
+    def _shares_of(self, prompts: Sequence[Request]) -> dict[str, int]:
+        """What running prompts may take of the next step, in order, so that each decode that resumes gets its token; empty: all."""
+        slots = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        ready = sum(self.has_arrived(request) and self.is_decode(request) for request in self.kv_holding_waiting)
+        resuming = min(ready, max(0, slots))
+        if not resuming:
             return {}
-        left = self.max_num_scheduled_tokens - resuming
-        left -= sum(self.tokens_to_compute(request) for request in self.running if not request.is_prefill_chunk)
+        decodes = len(self.running) - len(prompts) - len(self.parked_requests())
+        left = max(0, self.max_num_scheduled_tokens - decodes - resuming)
+        most = self.scheduler_config.long_prefill_token_threshold or left
         shares: dict[str, int] = {}
         for request in prompts:
-            shares[request.request_id] = tokens = min(self.tokens_to_compute(request), max(0, left))
+            shares[request.request_id] = tokens = min(self.tokens_to_compute(request), most, left)
             left -= tokens
         return shares
 
@@ -67,5 +82,5 @@ class ResumingFirst(Scheduler):
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """The last word on a request's tokens in vLLM's loop over the running ones."""
-        tokens = int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
-        return min(tokens, self._most_tokens.get(request.request_id, tokens))
+        share = self._most_tokens.get(request.request_id, num_new_tokens)
+        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, min(num_new_tokens, share)))

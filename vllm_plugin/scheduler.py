@@ -217,6 +217,8 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         self.steps.end(scheduler_output)
         now_s = self.monotonic()
+        if scheduler_output.total_num_scheduled_tokens:
+            self.steps.active_s = now_s
         for request_id in scheduler_output.num_scheduled_tokens:
             self.park_if_at_hand_off(request_id, now_s)
         if self._alarm is not None:
