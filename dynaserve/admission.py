@@ -9,12 +9,13 @@ a while. Pure; time is an argument.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
-RECENT_S, RECENT_PROMPTS = 10.0, 32
-"""How far back the rate reaches: so much time, or so many prompts, whichever is less; what is older counts a third (1/e) or less."""
-LEAST_SAMPLE_S = 1.0
-"""With less experience than this much of waiting, the rate is not known, and nobody is refused for it."""
+LEAST_S, RECENT_S, RECENT_PROMPTS = 1.0, 10.0, 32
+"""How far back the rate reaches: so many prompts, but LEAST_S at least, with less of which it is not known, and RECENT_S at most."""
+BUCKET_S = 0.1
+"""Experience is kept in stretches of this length or, where nothing happened for longer, of that."""
 PATIENCE, MOST_PATIENCE_S = 0.25, 2.0
 """How long someone must have waited before anyone is refused: this share of the TTFT SLO, and at most so long. Meanwhile a load of
 n times the capacity lets in what takes n times as long."""
@@ -28,38 +29,45 @@ class Refusal:
     reason: str
 
 
+@dataclass(slots=True)
+class _Stretch:
+    """Of time in which somebody waited: the prompts that were computed in it, and their tokens."""
+
+    seconds: float = 0.0
+    prompts: int = 0
+    tokens: int = 0
+
+
 @dataclass
 class _Rate:
-    """Prompt tokens per second of time in which somebody waited.
+    """Prompt tokens per second of time in which somebody waited."""
 
-    One step may answer many prompts: they are one sample, with the time since the last one.
-    """
-
-    _tokens: float = 0.0
-    _busy_s: float = 0.0
-    _seen_s: float = 0.0
-    _new_tokens: int = 0
-    _new_prompts: int = 0
-    _new_s: float = 0.0
+    _stretches: deque[_Stretch] = field(default_factory=lambda: deque([_Stretch()]))  # oldest first
+    _seconds: float = 0.0
 
     def passed(self, seconds: float) -> None:
-        if self._new_prompts:
-            fade = math.exp(-self._new_s / RECENT_S - self._new_prompts / RECENT_PROMPTS)
-            self._tokens = self._tokens * fade + self._new_tokens
-            self._busy_s = self._busy_s * fade + self._new_s
-            self._new_tokens, self._new_prompts, self._new_s = 0, 0, 0.0
-        self._new_s += seconds
-        self._seen_s += seconds
+        if self._stretches[-1].seconds >= BUCKET_S:
+            self._stretches.append(_Stretch())
+        self._stretches[-1].seconds += seconds
+        self._seconds += seconds
+        while self._seconds - self._stretches[0].seconds >= RECENT_S:
+            self._seconds -= self._stretches.popleft().seconds
 
     def computed(self, prompt_tokens: int) -> None:
-        self._new_tokens += prompt_tokens
-        self._new_prompts += 1
+        self._stretches[-1].prompts += 1
+        self._stretches[-1].tokens += prompt_tokens
 
     @property
     def tokens_per_s(self) -> float | None:
         """None: not known."""
-        tokens = self._tokens + self._new_tokens
-        return tokens / (self._busy_s + self._new_s) if tokens and self._seen_s >= LEAST_SAMPLE_S else None
+        seconds, prompts, tokens = 0.0, 0, 0
+        for stretch in reversed(self._stretches):
+            seconds += stretch.seconds
+            prompts += stretch.prompts
+            tokens += stretch.tokens
+            if seconds >= LEAST_S and prompts >= RECENT_PROMPTS:
+                break
+        return tokens / seconds if seconds >= LEAST_S and tokens else None
 
 
 @dataclass

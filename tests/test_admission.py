@@ -101,6 +101,43 @@ def test_a_burst_after_a_quiet_time_is_taken() -> None:
         admission.arrived(str(number), 10, 100.0 + 1e-3 * number)
 
 
+def test_a_step_that_answers_many_at_once_does_not_swing_the_rate() -> None:
+    """Two instances, each of which answers 64 prompts of 128 tokens once in 0.2 s, 5 ms apart."""
+    admission, told_s = Admission(), []
+    for number in range(5000):
+        admission.arrived(str(number), 128, 0.0)
+    answered = iter(range(5000))
+    for step in range(30):
+        for at_s in (0.2 * step + 0.2, 0.2 * step + 0.205):
+            for _ in range(64):
+                admission.answered(str(next(answered)), at_s)
+        if step > 8:
+            told_s += [admission.drained_s(0.2 * step + after_s) / admission.waiting for after_s in (0.21, 0.3, 0.395)]
+    assert max(told_s) / min(told_s) < 1.5
+    assert sum(told_s) / len(told_s) == pytest.approx(0.2 / 128, rel=0.1)
+
+
+def test_a_burst_that_goes_on_is_judged_by_its_own_speed() -> None:
+    admission = Admission()
+    for number in range(100):  # one by one, 333 tokens/s
+        admission.arrived(str(number), 10, float(number))
+        admission.answered(str(number), number + 0.03)
+    for number in range(400):
+        admission.arrived(f"burst-{number}", 100, 200.0)
+    for number in range(300):  # 20,000 tokens/s
+        admission.answered(f"burst-{number}", 200.0 + (number + 1) / 200)
+    assert admission.why_not(100, 1000.0, 201.5) is None
+
+
+def test_a_long_silence_is_forgotten_with_a_few_answers() -> None:
+    admission = Admission()
+    for number in range(200):
+        admission.arrived(str(number), 100, 0.0)
+    for number in range(100):  # after a minute of nothing
+        admission.answered(str(number), 60.0 + 0.1 * number)
+    assert admission.drained_s(70.0) == pytest.approx(100 * 0.1, rel=0.1)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["arrived", "answered", "left"]), st.integers(0, 5), st.floats(0, 10)), max_size=40))
 def test_any_order_of_calls_keeps_the_count(steps: list[tuple[str, int, float]]) -> None:
     admission, waiting = Admission(), set[str]()
