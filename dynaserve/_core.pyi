@@ -740,8 +740,8 @@ class Scheduler:
 
     def __init__(self, options: Options, table: ProfileTable | None = None) -> None:
         """
-        table: needed by policies that predict, and copied.
-        ValueError: the ratio is outside [0, 1], another number is negative or not finite, or the table is missing.
+        table: copied; a policy that predicts does as colocated until it has one.
+        ValueError: the ratio is outside [0, 1], or another number is negative or not finite.
         """
 
     def observe(self, instance: InstanceState) -> None:
@@ -749,6 +749,9 @@ class Scheduler:
         Adds the instance, or replaces what was known about it.
         ValueError: impossible limits.
         """
+
+    def learn(self, table: ProfileTable, now_ms: float) -> None:
+        """Policies that predict do so by this table from now on."""
 
     def remove(self, instance_id: str) -> None:
         """Forgets the instance; its requests stay reserved until `finish`."""

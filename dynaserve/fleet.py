@@ -189,6 +189,15 @@ def suits_any_policy(instance: Instance) -> None:
     """The check of policies that predict nothing."""
 
 
+def tells_its_steps(instance: Instance) -> None:
+    """Raises ConfigError for an instance from whose steps no latency profile can be learnt; a stock server is never asked for any."""
+    if not instance.description.stock and instance.description.batching != "slo":
+        raise ConfigError(
+            f"instance {instance.instance_id} runs with --dynaserve-batching {instance.description.batching}, which tells nothing of its "
+            "steps: run it with --dynaserve-batching slo, or give a --latency-profile FILE to a policy that predicts"
+        )
+
+
 def profile_check(profile: Path) -> Callable[[Instance], None]:
     """What raises ConfigError, naming file, field and instance, for an instance that is something else than the profile was measured on.
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.kv_transfer.wire import TransferId
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -321,6 +321,8 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     device: str
     parallelism: str
     """device, parallelism: as in its latency profile (`dynaserve.latency_profile.ProfileKey`)."""
+    batching: str
+    """slo: it tells how long its steps took (`Load.steps`); vllm: it does not."""
     cut_obstacle: str | None
     """Why no request can be cut on this instance (speculative decoding, several KV groups ...); None: it can."""
     workers: list[WorkerDescription]

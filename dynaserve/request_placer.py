@@ -5,6 +5,7 @@ Not thread-safe; the caller says what time it is.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from dynaserve.cached_prefixes import CachedPrefixes, prefix_of
 from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.fleet_profile import FleetProfile
 from dynaserve.global_scheduler import (
     CachedPrefix,
     GlobalScheduler,
@@ -26,7 +28,9 @@ from dynaserve.global_scheduler import (
 )
 from dynaserve.length_predictor import LengthForecast, LengthPredictor, LengthQuery
 from dynaserve.messages import InstanceDescription, Load, Reserved
-from dynaserve.step_latency import BatchShape
+from dynaserve.step_latency import BatchShape, ProfileTable
+
+logger = logging.getLogger("vllm.dynaserve.placement")
 
 REPORT_EVERY_MS = 200.0
 _PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
@@ -96,7 +100,8 @@ class RunningRequest:
 class RequestPlacer:
     """tbt_slo_ms, ttft_slo_ms: of requests that name none. step_share: how much of the TBT SLO a predicted step may take.
 
-    predicts: whether the policy works with expected lengths; otherwise a request counts with its max_tokens.
+    predicts: whether the policy works with expected lengths; otherwise a request counts with its max_tokens. profile: learns the
+    latency table, where the scheduler was given none.
     """
 
     scheduler: GlobalScheduler
@@ -105,6 +110,8 @@ class RequestPlacer:
     tbt_slo_ms: float = 100.0
     ttft_slo_ms: float = math.inf
     step_share: float = 1.0
+    profile: FleetProfile | None = None
+    _described: dict[str, tuple[InstanceDescription, bool]] = field(default_factory=dict)
     _queries: dict[str, LengthQuery] = field(default_factory=dict)
     _slos: dict[str, Slo] = field(default_factory=dict)
     _reported_ms: dict[str, float] = field(default_factory=dict)
@@ -113,6 +120,7 @@ class RequestPlacer:
 
     def observe(self, instance_id: str, description: InstanceDescription, *, accepts_new: bool = True) -> None:
         """Adds an instance, with the limits that it describes, or says whether it takes new requests."""
+        self._described[instance_id] = description, accepts_new
         limits = InstanceLimits(
             max_requests=description.max_num_seqs,
             max_step_tokens=description.max_num_batched_tokens,
@@ -128,6 +136,7 @@ class RequestPlacer:
     def remove(self, instance_id: str) -> None:
         """The instance takes nothing any more; what is placed on it stays so until it is finished, or placed again."""
         self.scheduler.remove(instance_id)
+        self._described.pop(instance_id, None)
         self._caches.pop(instance_id, None)
 
     def place(self, facts: RequestFacts, now_ms: float) -> Decision | None:
@@ -229,6 +238,15 @@ class RequestPlacer:
                 decode_context_tokens=step.decode_context_tokens,
             )
             self.scheduler.observe_step(instance_id, shape, step.measured_ms, now_ms)
+            if self.profile is not None and (table := self.profile.observe(shape, step.measured_ms)) is not None:
+                logger.info("placing requests by the latencies of %d measured steps", self.profile.steps)
+                self._learn(table, now_ms)
+
+    def _learn(self, table: ProfileTable, now_ms: float) -> None:
+        self.scheduler.learn(table, now_ms)
+        self.step_share = step_share(table.sigma)
+        for instance_id, (description, accepts_new) in self._described.items():
+            self.observe(instance_id, description, accepts_new=accepts_new)
 
     def hear_of_others(self, instance_id: str, others: Sequence[Reserved], now_ms: float) -> None:
         """All that other front-ends have on an instance now."""

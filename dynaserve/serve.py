@@ -15,6 +15,7 @@ from dynaserve import config_file, fleet, fleet_secret, instance_file, latency_p
 from dynaserve.errors import ConfigError
 from dynaserve.files import read_entries
 from dynaserve.fleet import Instance
+from dynaserve.fleet_profile import FleetProfile
 from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy, predicts
 from dynaserve.length_predictor import LengthPredictor
@@ -130,7 +131,7 @@ def configure(argv: list[str]) -> FrontendConfig:
     instances = join(urls, allow_stock=args.allow_stock)
     if args.allow_stock:
         _policy(args.policy, sum(not instance.description.stock for instance in instances))
-    also_check = fleet.profile_check(args.latency_profile) if predicts(policy.policy) else fleet.suits_any_policy
+    also_check = _check_for(policy, args.latency_profile)
     for instance in instances:
         fleet.check_reach(instance, secret)
         also_check(instance)
@@ -151,6 +152,13 @@ def configure(argv: list[str]) -> FrontendConfig:
     )
 
 
+def _check_for(policy: Options, profile: Path | None) -> Callable[[fleet.Instance], None]:
+    """What an instance must be for the policy."""
+    if not predicts(policy.policy):
+        return fleet.suits_any_policy
+    return fleet.tells_its_steps if profile is None else fleet.profile_check(profile)
+
+
 def _policy(text: str, num_instances: int | None = None) -> Options:
     try:
         return parse_policy(text, num_instances)
@@ -167,12 +175,13 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 def make_placer(policy: Options, profile: Path | None, history: Path | None, tbt_slo_ms: float, ttft_slo_ms: float) -> RequestPlacer:
-    """Raises ConfigError where a file cannot be read, or the policy needs one that is not named. A new history may be missing."""
+    """Raises ConfigError where a file cannot be read. A new history may be missing; a profile is learnt where the policy needs one."""
     lengths = length_predictor.load(history) if history is not None and history.exists() else LengthPredictor()
     if not predicts(policy.policy):
         return RequestPlacer(GlobalScheduler(policy), lengths, tbt_slo_ms=tbt_slo_ms, ttft_slo_ms=ttft_slo_ms)
     if profile is None:
-        raise ConfigError(f"--policy {policy.policy.name} needs --latency-profile FILE, the latencies of the instances' steps")
+        scheduler, learnt = GlobalScheduler(policy), FleetProfile()
+        return RequestPlacer(scheduler, lengths, predicts=True, tbt_slo_ms=tbt_slo_ms, ttft_slo_ms=ttft_slo_ms, profile=learnt)
     table = latency_profile.load(profile)
     return RequestPlacer(
         GlobalScheduler(policy, table),

@@ -67,6 +67,7 @@ def describe(url: str, get: Callable[[str], httpx.Response]) -> InstanceDescript
         tensor_parallel_size=0,
         device="",
         parallelism="",
+        batching="vllm",
         cut_obstacle=OBSTACLE,
         workers=[],
         stock=True,

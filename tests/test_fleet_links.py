@@ -53,6 +53,7 @@ def description(gateway: str, epoch: str) -> InstanceDescription:
         tensor_parallel_size=1,
         device="cpu",
         parallelism="tp1",
+        batching="vllm",
         cut_obstacle=None,
         workers=[],
     )

@@ -277,12 +277,6 @@ def test_disaggregation_for_another_number_of_instances_is_refused() -> None:
         parse_policy("disaggregated:1P3D", 2)
 
 
-@pytest.mark.parametrize("policy", [Policy.dynamic, Policy.paper])
-def test_a_policy_that_predicts_is_refused_without_a_profile(policy: Policy) -> None:
-    with pytest.raises(ValueError, match=r"^a policy that predicts needs a latency profile$"):
-        GlobalScheduler(Options(policy))
-
-
 # --- properties over all requests, policies and fleets
 
 

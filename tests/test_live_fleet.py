@@ -52,6 +52,51 @@ def placed(scheduler: GlobalScheduler, spec: RequestSpec, now_ms: float) -> Plac
     return placement
 
 
+@pytest.mark.parametrize("policy", [Policy.dynamic, Policy.paper])
+def test_a_policy_that_predicts_does_as_colocated_until_it_has_a_table(policy: Policy) -> None:
+    scheduler = GlobalScheduler(Options(policy))
+    for name in ("a", "b", "gone"):
+        scheduler.observe(InstanceState(name))
+    scheduler.remove("gone")
+    before = placed(scheduler, request("before"), 0.0)
+    assert before.reason is PlacementReason.colocated
+    assert before.prediction is None
+    assert scheduler.predict_end_ms("before", 1.0) is None
+    scheduler.learn(A100, 1.0)
+    after = placed(scheduler, request("after"), 2.0)
+    assert after.prediction is not None
+    assert "gone" not in {part.instance_id for part in (after.alpha, after.beta) if part is not None}
+    for name in ("before", "after"):
+        scheduler.finish(name, 3.0)
+    scheduler.check_invariants()
+
+
+def test_a_new_table_tells_anew_when_what_was_placed_will_end() -> None:
+    scheduler = fleet(Policy.dynamic)
+    names = [str(number) for number in range(6)]
+    for name in names:
+        placed(scheduler, request(name, 2000, 300), 0.0)
+    ends_ms = [scheduler.predict_end_ms(name, 0.0) for name in names]
+    scheduler.learn(A100, 0.0)
+    assert [scheduler.predict_end_ms(name, 0.0) for name in names] == pytest.approx(ends_ms)
+    slow = Roofline(overhead_ms=24.0, token_ms=0.21, knee_tokens=160.0, pair_ms=2.2e-6, decode_ms=0.1, context_ms=2.6e-4)
+    scheduler.learn(ProfileTable(slow), 0.0)
+    for name, end_ms in zip(names, ends_ms, strict=True):
+        later_ms = scheduler.predict_end_ms(name, 0.0)
+        assert end_ms is not None
+        assert later_ms is not None
+        assert later_ms > 1.9 * end_ms
+    scheduler.check_invariants()
+
+
+def test_other_limits_keep_what_is_on_the_timeline() -> None:
+    scheduler = fleet(Policy.dynamic, step_ms=40.0)
+    placed(scheduler, request("r", 2000, 300), 0.0)
+    for number in range(2):
+        scheduler.observe(InstanceState(f"i{number}", limits=InstanceLimits(step_ms=60.0, kv_tokens=200_000)))
+    assert scheduler.predict_end_ms("r", 0.0) is not None
+
+
 def test_an_idle_fleet_runs_requests_whole_on_different_instances() -> None:
     scheduler = fleet(Policy.dynamic)
     placements = [placed(scheduler, request(str(n)), 0.0) for n in range(2)]

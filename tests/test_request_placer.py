@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,15 @@ import pytest
 
 from dynaserve import length_predictor
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, profile_check, profile_key
+from dynaserve.fleet import Instance, profile_check, profile_key, tells_its_steps
+from dynaserve.fleet_profile import FIRST_STEPS
 from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RunningRequest
 from dynaserve.serve import make_placer
-from dynaserve.step_latency import ProfileTable, Roofline
+from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 
 ROOFLINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=128.0, pair_ms=1e-6, decode_ms=0.05, context_ms=1e-4)
 DESCRIPTION = InstanceDescription(
@@ -37,6 +39,7 @@ DESCRIPTION = InstanceDescription(
     device="cpu",
     parallelism="tp1pp1",
     tensor_parallel_size=1,
+    batching="slo",
     cut_obstacle=None,
     workers=[],
 )
@@ -158,10 +161,39 @@ def test_progress_is_told_now_and_then() -> None:
 # --- what the command line asks for
 
 
-@pytest.mark.parametrize("policy", ["dynamic", "paper"])
-def test_a_policy_that_predicts_needs_a_profile(policy: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--policy {policy} needs --latency-profile FILE"):
-        make_placer(parse_policy(policy), None, None, 100.0, 1000.0)
+def test_without_a_profile_requests_are_placed_by_the_steps_that_instances_report() -> None:
+    placer = make_placer(parse_policy("dynamic"), None, None, 100.0, 1000.0)
+    for name in ("a", "b"):
+        placer.observe(name, DESCRIPTION)
+    early = placed(placer, facts("early"))
+    assert early.placement.prediction is None
+    assert {early.placement.alpha.instance_id, placed(placer, facts("next")).placement.alpha.instance_id} == {"a", "b"}
+    rng = random.Random(1)
+    for count in range(2 * FIRST_STEPS):
+        placer.learn_steps("ab"[count % 2], Load(0, 0, 0.0, [measured_step(rng)]), 10.0 * count)
+    late = placed(placer, facts("late"), 10_000.0).placement.prediction
+    assert late is not None
+    known = placed(placer_of(Policy.dynamic), facts("late"), 10_000.0).placement.prediction
+    assert known is not None
+    assert late.ttft_ms == pytest.approx(known.ttft_ms, rel=0.2)
+    assert placer.step_share < 1.0
+    for name in ("early", "next", "late"):
+        placer.finish(name, None, 11_000.0)
+    placer.scheduler.check_invariants()
+
+
+def measured_step(rng: random.Random) -> MeasuredStep:
+    tokens, decodes = rng.choice([0, 0, 60, 200, 500]), rng.randrange(1, 12)
+    shape = BatchShape(prefill_tokens=tokens, prefill_pairs=tokens * tokens / 2, decodes=decodes, decode_context_tokens=300 * decodes)
+    return MeasuredStep(tokens, tokens * tokens / 2, decodes, 300 * decodes, measured_ms=ROOFLINE.step_ms(shape))
+
+
+def test_an_instance_that_tells_nothing_of_its_steps_is_refused_where_a_profile_is_learnt() -> None:
+    tells_its_steps(Instance("http://a", DESCRIPTION))
+    silent = msgspec.structs.replace(DESCRIPTION, batching="vllm")
+    tells_its_steps(Instance("http://a", msgspec.structs.replace(silent, stock=True)))
+    with pytest.raises(ConfigError, match=r"^instance http://a runs with --dynaserve-batching vllm, which tells nothing of its steps: "):
+        tells_its_steps(Instance("http://a", silent))
 
 
 def test_a_profile_and_a_history_are_read(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ class Gateway:
                 "served_model_names": args.served_model_name or [args.model],
                 "vllm_version": metadata.version("vllm"),
                 "secured": secret is not None,
+                "batching": options.batching,
                 **known,
             },
             InstanceDescription,

@@ -201,11 +201,13 @@ void BindScheduler(nb::module_& m) {
       "Decides which instance computes which tokens of a request.  Not thread-safe.")
       .def(nb::init<const Options&, const ProfileTable*>(), "options"_a,
            "table"_a.none() = nb::none(),
-           "table: needed by policies that predict, and copied.\nValueError: the ratio is outside "
-           "[0, 1], another number is negative or not finite, or the table is missing.")
+           "table: copied; a policy that predicts does as colocated until it has one.\nValueError: "
+           "the ratio is outside [0, 1], or another number is negative or not finite.")
       .def(
           "observe", &Scheduler::Observe, "instance"_a,
           "Adds the instance, or replaces what was known about it.\nValueError: impossible limits.")
+      .def("learn", &Scheduler::Learn, "table"_a, "now_ms"_a,
+           "Policies that predict do so by this table from now on.")
       .def("remove", &Scheduler::Remove, "instance_id"_a,
            "Forgets the instance; its requests stay reserved until `finish`.")
       .def("place", &Scheduler::Place, "request"_a, "now_ms"_a = 0.0,

@@ -73,18 +73,38 @@ Placement WholeOn(const InstanceId& instance_id, std::int64_t end_token, Placeme
 }  // namespace
 
 LiveFleet::LiveFleet(const Options& options, const ProfileTable& table)
-    : options_(options), table_(table) {}
+    : options_(options), table_(std::make_unique<ProfileTable>(table)) {}
 
 double LiveFleet::At(double now_ms) { return now_ms_ = std::max(now_ms_, now_ms); }
 
 void LiveFleet::Observe(const InstanceState& instance) {
   const auto found = instances_.find(instance.instance_id);
   if (found != instances_.end() && found->second.limits == instance.limits) return;
-  auto predictor = std::make_unique<ExecutionPredictor>(table_, instance.limits);
+  auto predictor = std::make_unique<ExecutionPredictor>(*table_, instance.limits);
   Instance& known = instances_[instance.instance_id];
-  known.predictor = std::move(predictor);
-  if (known.log_scale != 0.0) known.predictor->SetCostScale(std::exp(known.log_scale), now_ms_);
   known.limits = instance.limits;
+  Install(known, std::move(predictor));
+}
+
+void LiveFleet::Learn(const ProfileTable& table, double now_ms) {
+  At(now_ms);
+  auto learnt = std::make_unique<const ProfileTable>(table);
+  for (auto& [id, instance] : instances_) {
+    instance.log_scale = 0.0;
+    Install(instance, std::make_unique<ExecutionPredictor>(*learnt, instance.limits));
+  }
+  table_ = std::move(learnt);
+  planned_ms_ = -kPlanEveryMs;  // by the old one
+}
+
+// With what the instance's predictor has had so far.
+void LiveFleet::Install(Instance& instance, std::unique_ptr<ExecutionPredictor> predictor) {
+  if (instance.log_scale != 0.0) predictor->SetCostScale(std::exp(instance.log_scale), now_ms_);
+  if (instance.predictor) {
+    instance.predictor->Snapshot(now_ms_, running_, waiting_);
+    predictor->Replace(running_, waiting_, now_ms_);
+  }
+  instance.predictor = std::move(predictor);
 }
 
 void LiveFleet::Remove(const InstanceId& instance_id) {
@@ -132,7 +152,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     demand.prompt_tokens =
         std::max<std::int64_t>(1, std::llround(recent_prompt_tokens_ / recent_arrivals_));
   }
-  plan_ = PlanFleet(table_, order.front().instance->limits, demand, plan_.gathering);
+  plan_ = PlanFleet(*table_, order.front().instance->limits, demand, plan_.gathering);
   if (options_.gathering) plan_.gathering = *options_.gathering;
   std::stable_sort(order.begin(), order.end(), [](const Gatherer& a, const Gatherer& b) {
     if (a.instance->gathers != b.instance->gathers) return a.instance->gathers;
@@ -539,7 +559,7 @@ void LiveFleet::ObserveStep(const InstanceId& instance_id, const BatchShape& sha
   }
   now_ms = At(now_ms);
   const auto found = instances_.find(instance_id);
-  const double table_ms = table_.StepMs(shape);
+  const double table_ms = table_->StepMs(shape);
   if (found == instances_.end() || !(table_ms > 0.0)) return;
   Instance& instance = found->second;
   const double error = std::log(measured_ms / table_ms) - instance.log_scale;

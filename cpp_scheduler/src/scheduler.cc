@@ -67,18 +67,33 @@ void Validate(const RequestSpec& request) {
 
 Scheduler::Scheduler(const Options& options, const ProfileTable* table)
     : options_(Validated(options)) {
-  if (!Predicts(options.policy)) return;
-  if (table == nullptr) Refuse("a policy that predicts needs a latency profile");
-  live_.emplace(options, *table);
+  if (table != nullptr) Learn(*table, 0.0);
 }
 
 void Scheduler::Observe(const InstanceState& instance) {
-  if (live_) live_->Observe(instance);
+  if (live_) {
+    live_->Observe(instance);
+  } else if (Predicts(options_.policy)) {
+    Validate(instance.limits);
+    unpredicted_.insert_or_assign(instance.instance_id, instance);
+  }
   fleet_.Observe(instance);
+}
+
+void Scheduler::Learn(const ProfileTable& table, double now_ms) {
+  if (!Predicts(options_.policy)) return;
+  if (live_) {
+    live_->Learn(table, now_ms);
+    return;
+  }
+  live_.emplace(options_, table);
+  for (const auto& [id, instance] : unpredicted_) live_->Observe(instance);
+  unpredicted_.clear();
 }
 
 void Scheduler::Remove(const InstanceId& instance_id) {
   if (live_) live_->Remove(instance_id);
+  unpredicted_.erase(instance_id);
   fleet_.Remove(instance_id);
 }
 

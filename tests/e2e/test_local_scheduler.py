@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +48,8 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
         fleet.stop()
 
 
-def complete(fleet: LocalFleet, seed: int) -> None:
+def complete(fleet: LocalFleet, seed: int, url: str | None = None) -> str:
+    """url: of the instance, unless it is given. Returns the request's id."""
     body = {
         "model": str(fleet.model),
         "prompt": prompt_of(300, seed),
@@ -55,7 +57,8 @@ def complete(fleet: LocalFleet, seed: int) -> None:
         "ignore_eos": True,
         "vllm_xargs": {"dynaserve_tbt_ms": 200, "dynaserve_ttft_ms": 90_000},
     }
-    httpx.post(f"{fleet.urls[0]}/v1/completions", json=body, timeout=120).raise_for_status()
+    answer = httpx.post(f"{url or fleet.urls[0]}/v1/completions", json=body, timeout=120).raise_for_status()
+    return str(answer.json()["id"])
 
 
 def metrics(fleet: LocalFleet) -> dict[str, float]:
@@ -81,6 +84,22 @@ def test_every_token_and_every_step_is_in_the_metrics_and_in_the_log(instance: L
     assert steps >= OUTPUT_TOKENS
     assert counted["dynaserve_prefill_budget_tokens_count"] == counted["dynaserve_prefill_budget_steps_total"] == steps
     assert 0 < counted["dynaserve_step_predicted_seconds_count"] < steps
+
+
+def test_a_front_end_without_a_profile_places_by_what_the_instance_has_measured(instance: LocalFleet) -> None:
+    instance.frontend_args = ("--policy", "dynamic")
+    instance.start_frontend()
+
+    def expected(seed: int) -> dict[str, Any]:
+        request_id = complete(instance, seed, instance.frontend_url)
+        record = httpx.get(f"{instance.frontend_url}/dynaserve/requests/{request_id}", timeout=30).raise_for_status().json()
+        return dict(record["sequences"][0]["expected"])
+
+    first = expected(0)
+    assert "ttft_ms" not in first
+    later = next(found for seed in range(1, 40) if "ttft_ms" in (found := expected(seed)))
+    assert later["ttft_ms"] > 0
+    assert later["decode_step_ms"] > 0
 
 
 def test_what_was_learnt_is_there_when_the_instance_has_ended(instance: LocalFleet) -> None:

@@ -32,10 +32,13 @@ class LiveFleet {
 
   LiveFleet(const Options& options, const ProfileTable& table);
 
-  // Adds the instance; new limits forget its timeline.  Throws std::invalid_argument as
+  // Adds the instance, or replaces its limits.  Throws std::invalid_argument as
   // Validate(InstanceLimits) does.
   void Observe(const InstanceState& instance);
   void Remove(const InstanceId& instance_id);
+
+  // Predicts by this table from now on.  What steps cost on each instance beside it is learnt anew.
+  void Learn(const ProfileTable& table, double now_ms);
 
   // What comes lately to this front-end, cut by hand or not, is what plans and prices go by.
   void CountArrival(const RequestSpec& request, double now_ms);
@@ -116,6 +119,7 @@ class LiveFleet {
   };
 
   double At(double now_ms);
+  void Install(Instance& instance, std::unique_ptr<ExecutionPredictor> predictor);
   void Plan(std::span<const InstanceLoad> accepting, double now_ms);
   Placement ChooseDynamic(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                           double now_ms);
@@ -133,7 +137,7 @@ class LiveFleet {
 
   // Constant after construction.
   const Options options_;
-  const ProfileTable table_;
+  std::unique_ptr<const ProfileTable> table_;  // predictors refer to it
 
   std::map<InstanceId, Instance> instances_;
   std::unordered_map<std::string, Entry> entries_;

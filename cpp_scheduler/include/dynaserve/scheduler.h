@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,13 +19,18 @@ namespace dynaserve {
 
 class Scheduler {
  public:
-  // Throws std::invalid_argument if the ratio is outside [0, 1], a number of Options is negative or
-  // not finite, or the policy predicts and there is no table.  The table is copied.
+  // Throws std::invalid_argument if the ratio is outside [0, 1], or a number of Options is negative
+  // or not finite.  The table is copied; a policy that predicts does as kColocated until it has
+  // one.
   explicit Scheduler(const Options& options, const ProfileTable* table = nullptr);
 
   // Adds the instance, or replaces what was known about it.  Throws std::invalid_argument for
   // impossible limits.
   void Observe(const InstanceState& instance);
+
+  // Policies that predict do so by this table from now on, which is copied; nothing happens under
+  // others.  What was placed before the first one is on no timeline.
+  void Learn(const ProfileTable& table, double now_ms);
 
   // Forgets the instance; unknown ids are ignored.  Requests placed on it stay reserved until
   // Finish().
@@ -87,7 +93,8 @@ class Scheduler {
   const Options options_;
 
   FleetState fleet_;
-  std::optional<LiveFleet> live_;  // of policies that predict
+  std::optional<LiveFleet> live_;  // of policies that predict, once there is a table
+  std::map<InstanceId, InstanceState> unpredicted_;  // until then
 };
 
 }  // namespace dynaserve
