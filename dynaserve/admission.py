@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 LEAST_S, RECENT_S, RECENT_PROMPTS = 1.0, 10.0, 32
 """How far back the rate reaches: so many prompts, but LEAST_S at least, with less of which it is not known, and RECENT_S at most."""
-BUCKET_S = 0.1
-"""Experience is kept in stretches of this length or, where nothing happened for longer, of that."""
+STRETCH_S = 0.1
+"""Experience is kept in stretches at least so long; each ends with answers, and has the silence before them."""
 PATIENCE, MOST_PATIENCE_S = 0.25, 2.0
 """How long someone must have waited before anyone is refused: this share of the TTFT SLO, and at most so long. Meanwhile a load of
 n times the capacity lets in what takes n times as long."""
@@ -44,18 +44,23 @@ class _Rate:
 
     _stretches: deque[_Stretch] = field(default_factory=lambda: deque([_Stretch()]))  # oldest first
     _seconds: float = 0.0
+    _prompts: int = 0
 
     def passed(self, seconds: float) -> None:
-        if self._stretches[-1].seconds >= BUCKET_S:
+        if self._stretches[-1].prompts and self._stretches[-1].seconds >= STRETCH_S:
             self._stretches.append(_Stretch())
         self._stretches[-1].seconds += seconds
         self._seconds += seconds
-        while self._seconds - self._stretches[0].seconds >= RECENT_S:
-            self._seconds -= self._stretches.popleft().seconds
+        # The last answers stay, however long ago they were: who answers nobody is slow, not of unknown speed.
+        while self._seconds - self._stretches[0].seconds >= RECENT_S and self._prompts > self._stretches[0].prompts:
+            oldest = self._stretches.popleft()
+            self._seconds -= oldest.seconds
+            self._prompts -= oldest.prompts
 
     def computed(self, prompt_tokens: int) -> None:
         self._stretches[-1].prompts += 1
         self._stretches[-1].tokens += prompt_tokens
+        self._prompts += 1
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -138,6 +138,28 @@ def test_a_long_silence_is_forgotten_with_a_few_answers() -> None:
     assert admission.drained_s(70.0) == pytest.approx(100 * 0.1, rel=0.1)
 
 
+def test_a_fleet_that_answers_nobody_for_long_takes_nobody_for_it() -> None:
+    admission = Admission()
+    for number in range(300):
+        admission.arrived(str(number), 100, 0.0)
+    for number in range(100):  # 1,000 tokens/s
+        admission.answered(str(number), 0.1 * (number + 1))
+    for passed in range(1, 60):  # looks, and no answer
+        assert admission.why_not(100, 15_000.0, 10.0 + passed) is not None
+        assert admission.drained_s(10.0 + passed) >= 20.0
+
+
+def test_long_steps_that_answer_many_are_judged_with_the_silence_before_them() -> None:
+    admission = Admission()
+    for number in range(2000):
+        admission.arrived(str(number), 128, 0.0)
+    for step in range(1, 6):  # 64 prompts every 3 s
+        for number in range(64):
+            admission.answered(str(64 * step + number), 3.0 * step)
+        for after_s in (0.01, 0.5):
+            assert admission.drained_s(3.0 * step + after_s) / admission.waiting == pytest.approx(3.0 / 64, rel=0.25)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["arrived", "answered", "left"]), st.integers(0, 5), st.floats(0, 10)), max_size=40))
 def test_any_order_of_calls_keeps_the_count(steps: list[tuple[str, int, float]]) -> None:
     admission, waiting = Admission(), set[str]()
