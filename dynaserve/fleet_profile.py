@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dynaserve.live_profile import LiveProfile
+from dynaserve.live_profile import WARM_UP_STEPS, LiveProfile
 from dynaserve.step_latency import BatchShape, ProfileTable
 
-FIRST_STEPS = 128
-"""So many tell decodes from prefill and short contexts from long ones, in a few seconds of traffic."""
+FIRST_STEPS = 128 + WARM_UP_STEPS
+"""Before so many the table is not told: a few seconds of traffic. At this number and its doubles it has just been fitted."""
+LEAST_OF_A_KIND = 8
+"""Of these, steps with prefill, and steps without: from one kind alone the other cannot be told."""
+MOST_UNTOLD = 4096
+"""The table is told again at the latest after so many more."""
 
 
 @dataclass
@@ -19,14 +23,16 @@ class FleetProfile:
     """steps: observed so far."""
 
     steps: int = 0
+    _with_prefill: int = 0
     _profile: LiveProfile = field(default_factory=LiveProfile)
     _next_told: int = FIRST_STEPS
 
     def observe(self, shape: BatchShape, measured_ms: float) -> ProfileTable | None:
         """The table, when experience has doubled since it was told; else None. Raises ValueError as `LiveProfile.observe`."""
-        self.steps += 1
         self._profile.observe(shape, measured_ms)
-        if self.steps < self._next_told:
+        self.steps += 1
+        self._with_prefill += shape.prefill_tokens > 0
+        if self.steps < self._next_told or min(self._with_prefill, self.steps - self._with_prefill) < LEAST_OF_A_KIND:
             return None
-        self._next_told = 2 * self.steps
+        self._next_told = self.steps + min(self.steps, MOST_UNTOLD)
         return self._profile.table

@@ -70,7 +70,7 @@ def parse_policy(text: str, num_instances: int | None = None) -> Options:
 
 
 def predicts(policy: Policy) -> bool:
-    """Whether the policy needs a latency profile."""
+    """Whether the policy goes by a latency profile."""
     return policy in (Policy.dynamic, Policy.paper, Policy.exhaustive)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from dynaserve.step_latency import BatchShape, ProfileTable, StepSample, fit_roofline
@@ -27,6 +28,9 @@ class LiveProfile:
 
     def observe(self, shape: BatchShape, measured_ms: float) -> None:
         """Raises ValueError for a step without tokens or a time that is not positive."""
+        if shape.prefill_tokens + shape.decodes < 1 or not 0 < measured_ms < math.inf:
+            tokens = shape.prefill_tokens + shape.decodes
+            raise ValueError(f"a step of {tokens} tokens took {measured_ms} ms; both must be positive")
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
             return

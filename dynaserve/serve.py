@@ -67,7 +67,9 @@ def add_arguments(parser: Any) -> None:
     group.add_argument(
         "--policy", default="colocated", help="colocated | disaggregated[:xPyD] | fixed:RATIO | dynamic | paper (default: %(default)s)"
     )
-    group.add_argument("--latency-profile", type=Path, metavar="FILE", help="latency profile of the instances, for dynamic and paper")
+    group.add_argument(
+        "--latency-profile", type=Path, metavar="FILE", help="latency profile of the instances, for dynamic and paper (default: learnt)"
+    )
     group.add_argument("--length-history", type=Path, metavar="FILE", help="keeps the learnt lengths of answers for the next start")
     group.add_argument("--fleet-tbt-slo-ms", type=float, default=100.0, help="for requests that name none (default: %(default)s)")
     group.add_argument("--fleet-ttft-slo-ms", type=float, default=math.inf, help="for requests that name none (default: none)")
@@ -131,7 +133,7 @@ def configure(argv: list[str]) -> FrontendConfig:
     instances = join(urls, allow_stock=args.allow_stock)
     if args.allow_stock:
         _policy(args.policy, sum(not instance.description.stock for instance in instances))
-    also_check = _check_for(policy, args.latency_profile)
+    also_check = check_for(policy, args.latency_profile)
     for instance in instances:
         fleet.check_reach(instance, secret)
         also_check(instance)
@@ -152,8 +154,8 @@ def configure(argv: list[str]) -> FrontendConfig:
     )
 
 
-def _check_for(policy: Options, profile: Path | None) -> Callable[[fleet.Instance], None]:
-    """What an instance must be for the policy."""
+def check_for(policy: Options, profile: Path | None) -> Callable[[fleet.Instance], None]:
+    """What raises ConfigError for an instance that the policy cannot work with."""
     if not predicts(policy.policy):
         return fleet.suits_any_policy
     return fleet.tells_its_steps if profile is None else fleet.profile_check(profile)

@@ -89,7 +89,7 @@ class Engine:
         """Any is loaded."""
 
 
-GATEWAYS_OWN = ("protocol_version", "instance_epoch", "gateway", "model", "served_model_names", "vllm_version", "secured")
+GATEWAYS_OWN = ("protocol_version", "instance_epoch", "gateway", "model", "served_model_names", "vllm_version", "secured", "batching")
 
 
 @dataclass

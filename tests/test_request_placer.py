@@ -18,7 +18,7 @@ from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RunningRequest
-from dynaserve.serve import make_placer
+from dynaserve.serve import check_for, make_placer
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 
 ROOFLINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=128.0, pair_ms=1e-6, decode_ms=0.05, context_ms=1e-4)
@@ -186,6 +186,16 @@ def measured_step(rng: random.Random) -> MeasuredStep:
     tokens, decodes = rng.choice([0, 0, 60, 200, 500]), rng.randrange(1, 12)
     shape = BatchShape(prefill_tokens=tokens, prefill_pairs=tokens * tokens / 2, decodes=decodes, decode_context_tokens=300 * decodes)
     return MeasuredStep(tokens, tokens * tokens / 2, decodes, 300 * decodes, measured_ms=ROOFLINE.step_ms(shape))
+
+
+def test_what_an_instance_must_be_depends_on_the_policy(tmp_path: Path) -> None:
+    save(tmp_path / "p.json", ProfileTable(ROOFLINE), ProfileKey("m", "float32", "cpu", "tp1pp1", "other"), "made up")
+    silent = Instance("http://a", msgspec.structs.replace(DESCRIPTION, batching="vllm"))
+    check_for(parse_policy("colocated"), None)(silent)
+    with pytest.raises(ConfigError, match="tells nothing of its steps"):
+        check_for(parse_policy("dynamic"), None)(silent)
+    with pytest.raises(ConfigError, match="measured with vllm_version 'other'"):
+        check_for(parse_policy("paper"), tmp_path / "p.json")(silent)
 
 
 def test_an_instance_that_tells_nothing_of_its_steps_is_refused_where_a_profile_is_learnt() -> None:

@@ -135,7 +135,6 @@ class LiveFleet {
   void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
                  const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
 
-  // Constant after construction.
   const Options options_;
   std::unique_ptr<const ProfileTable> table_;  // predictors refer to it
 

@@ -29,7 +29,7 @@ class Scheduler {
   void Observe(const InstanceState& instance);
 
   // Policies that predict do so by this table from now on, which is copied; nothing happens under
-  // others.  What was placed before the first one is on no timeline.
+  // others.  What was placed before the first one is on no timeline, and no arrival of late.
   void Learn(const ProfileTable& table, double now_ms);
 
   // Forgets the instance; unknown ids are ignored.  Requests placed on it stay reserved until

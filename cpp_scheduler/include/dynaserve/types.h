@@ -64,7 +64,7 @@ struct MicroRequest {
 enum class PlacementReason {
   kForced,          // cut at RequestSpec::forced_split
   kPolicy,          // cut where the policy wants it
-  kColocated,       // the policy never cuts
+  kColocated,       // the policy never cuts, or has no latency profile yet
   kSingleInstance,  // only one instance accepts new work
   kNotCuttable,     // RequestSpec::may_cut is false
   kSplitAtStart,    // the cut would leave alpha nothing
@@ -127,7 +127,7 @@ enum class Policy {
   kExhaustive,     // as kDynamic, but every cut is tried (exhaustive_search.h): an oracle, slow
 };
 
-// Whether the policy needs a latency profile.
+// Whether the policy goes by a latency profile.
 constexpr bool Predicts(Policy policy) {
   return policy == Policy::kDynamic || policy == Policy::kPaper || policy == Policy::kExhaustive;
 }
