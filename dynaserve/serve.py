@@ -154,7 +154,7 @@ def configure(argv: list[str]) -> FrontendConfig:
     )
 
 
-def check_for(policy: Options, profile: Path | None) -> Callable[[fleet.Instance], None]:
+def check_for(policy: Options, profile: Path | None) -> Callable[[Instance], None]:
     """What raises ConfigError for an instance that the policy cannot work with."""
     if not predicts(policy.policy):
         return fleet.suits_any_policy

@@ -87,7 +87,7 @@ def test_a_first_token_that_would_come_too_late_is_refused() -> None:
     refusal = admission.why_not(100, 1000.0, 2.5)
     assert refusal is not None
     assert refusal.kind == "ttft"
-    assert admission.drained_s(2.5) == pytest.approx(5.0 * 25 / 20, rel=0.1)
+    assert admission.drained_s(2.5) == pytest.approx(5.0 * 25 / 20, rel=0.05)
     assert admission.why_not(100, math.inf, 2.5) is None, "as best it goes"
 
 

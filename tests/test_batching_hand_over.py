@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from tests.virtual_engine import Engine
+from vllm_plugin.heart import REST_S
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
 
@@ -86,6 +87,19 @@ def test_a_prompt_that_holds_the_last_slot_is_computed_while_a_late_beta_is_read
     scheduled = [engine.step().keys() for _ in range(240)]
     first = next(number for number, names in enumerate(scheduled) if "beta" in names)
     assert all("prompt" in names for names in scheduled[:first])
+
+
+def test_an_instance_is_at_rest_from_the_end_of_its_last_step_on(tmp_path: Path) -> None:
+    """A step may take longer than what counts as rest."""
+    engine = instance(tmp_path)
+    engine.scheduler.monotonic = lambda: engine.now_s
+    engine.add("prompt", 1000, 1)
+    while engine.scheduler.requests:
+        engine.step()
+    assert engine.steps_ms[-1] > 0
+    assert engine.scheduler.steps.active_s == engine.now_s > 0
+    assert not engine.scheduler.steps.at_rest(engine.now_s + 0.9 * REST_S)
+    assert engine.scheduler.steps.at_rest(engine.now_s + 1.1 * REST_S)
 
 
 def test_several_betas_that_become_ready_together_run_together(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class ResumingFirst(Scheduler):
         resuming = min(ready, max(0, slots))
         if not resuming:
             return {}
-        decodes = len(self.running) - len(prompts) - len(self.parked_requests())
+        parked = self.parked_requests()  # a preempted one is not running
+        decodes = sum(request.request_id not in parked for request in self.running) - len(prompts)
         left = max(0, self.max_num_scheduled_tokens - decodes - resuming)
         most = self.scheduler_config.long_prefill_token_threshold or left
         shares: dict[str, int] = {}

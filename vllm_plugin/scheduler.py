@@ -184,8 +184,6 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self._stuck = output.total_num_scheduled_tokens == 0 and self._has_ready_waiting()
         self._count(output)
         self.steps.begin(output, now_s, self.predicted_step_ms())
-        if output.total_num_scheduled_tokens:
-            self.steps.active_s = now_s
         return output
 
     def predicted_step_ms(self) -> float | None:
