@@ -802,6 +802,12 @@ class Scheduler:
         ValueError: it has no tokens, or a time that is not positive.
         """
 
+    def set_kv_token_ms(self, kv_token_ms: float) -> None:
+        """
+        What it takes to move the KV of a token, as transfers told.
+        ValueError: it is negative or not finite.
+        """
+
     def cost_scale(self, instance_id: str) -> float:
         """
         Latency of the instance's steps over the table's, as observed steps tell.
@@ -914,7 +920,7 @@ class SearchRequest:
 class SearchOptions:
     """What the search knows beside the instances."""
 
-    def __init__(self, *, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, hand_off_price_ms: float = 20.0, hand_off_price_share: float = 0.05, least_part_tokens: int = 16, least_cut_prompt_tokens: int = 64, arrivals_per_ms: float = 0.0, lost_share: float = 0.0, prefill_pressure: float = 0.0) -> None: ...
+    def __init__(self, *, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, hand_off_price_ms: float = 20.0, hand_off_price_share: float = 0.05, least_part_tokens: int = 16, least_cut_prompt_tokens: int = 32, arrivals_per_ms: float = 0.0, lost_share: float = 0.0, prefill_pressure: float = 0.0) -> None: ...
 
 class Choice:
     """Indices of the instances, the cut, and what it is predicted to cost."""
@@ -1037,7 +1043,7 @@ class SimulatedRequest:
 class SimulationOptions:
     """A simulated fleet."""
 
-    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, revises: bool = True, step_sigma: float, tbt_slo_ms: float, seed: int) -> None: ...
+    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, revises: bool = True, step_sigma: float, tbt_slo_ms: float, ttft_slo_ms: float = float('inf'), seed: int) -> None: ...
 
 class SimulatedOutcome:
     """What became of a request; absolute times."""

@@ -5,6 +5,7 @@ One table for all: what an instance's steps cost beside it is the scheduler's to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from dynaserve.live_profile import WARM_UP_STEPS, LiveProfile
@@ -15,7 +16,9 @@ FIRST_STEPS = 128 + WARM_UP_STEPS
 LEAST_OF_A_KIND = 8
 """Of these, steps with prefill, and steps without: from one kind alone the other cannot be told."""
 MOST_UNTOLD = 4096
-"""The table is told again at the latest after so many more."""
+"""The table is told again after so many more at most,"""
+LEAST_UNTOLD_MS = 10_000.0
+"""and not before so long: every timeline of the fleet is made anew by it, however many instances report."""
 
 
 @dataclass
@@ -26,13 +29,17 @@ class FleetProfile:
     _with_prefill: int = 0
     _profile: LiveProfile = field(default_factory=LiveProfile)
     _next_told: int = FIRST_STEPS
+    _told_ms: float = -math.inf
 
-    def observe(self, shape: BatchShape, measured_ms: float) -> ProfileTable | None:
+    def observe(self, shape: BatchShape, measured_ms: float, now_ms: float) -> ProfileTable | None:
         """The table, when experience has doubled since it was told; else None. Raises ValueError as `LiveProfile.observe`."""
         self._profile.observe(shape, measured_ms)
         self.steps += 1
         self._with_prefill += shape.prefill_tokens > 0
         if self.steps < self._next_told or min(self._with_prefill, self.steps - self._with_prefill) < LEAST_OF_A_KIND:
             return None
+        if now_ms - self._told_ms < LEAST_UNTOLD_MS:
+            return None
+        self._told_ms = now_ms
         self._next_told = self.steps + min(self.steps, MOST_UNTOLD)
         return self._profile.table

@@ -33,6 +33,8 @@ from dynaserve.step_latency import BatchShape, ProfileTable
 logger = logging.getLogger("vllm.dynaserve.placement")
 
 REPORT_EVERY_MS = 200.0
+_TRANSFER_MEMORY = 0.98
+"""What a KV transfer still counts after the next one."""
 _PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
 _CANDIDATE = ("alpha", "beta", "split_token", "ttft_ms", "objective_ms")
 
@@ -98,7 +100,7 @@ class RunningRequest:
 
 @dataclass
 class RequestPlacer:
-    """tbt_slo_ms, ttft_slo_ms: of requests that name none. step_share: how much of the TBT SLO a predicted step may take.
+    """tbt_slo_ms, ttft_slo_ms: of requests that name none. step_share: how much of an instance's TBT SLO a predicted step may take.
 
     predicts: whether the policy works with expected lengths; otherwise a request counts with its max_tokens. profile: learns the
     latency table, where the scheduler was given none.
@@ -114,7 +116,11 @@ class RequestPlacer:
     _described: dict[str, tuple[InstanceDescription, bool]] = field(default_factory=dict)
     _queries: dict[str, LengthQuery] = field(default_factory=dict)
     _slos: dict[str, Slo] = field(default_factory=dict)
+    _replayed_tokens: dict[str, int] = field(default_factory=dict)
+    """Of a request that was placed again: output tokens that it had by then, which are prompt to the scheduler."""
     _reported_ms: dict[str, float] = field(default_factory=dict)
+    _moved_tokens: float = 0.0
+    _moved_ms: float = 0.0
     _caches: dict[str, CachedPrefixes] = field(default_factory=dict)
     _block_size: int = 1
 
@@ -125,7 +131,8 @@ class RequestPlacer:
             max_requests=description.max_num_seqs,
             max_step_tokens=description.max_num_batched_tokens,
             kv_tokens=description.num_blocks * description.block_size,
-            step_ms=self.tbt_slo_ms * self.step_share,
+            min_prefill_tokens=description.min_prefill_tokens,
+            step_ms=math.inf if description.tbt_slo_ms is None else description.tbt_slo_ms * self.step_share,
         )
         self.scheduler.observe(InstanceState(instance_id, accepts_new, limits, description.stock))
         # A whole-only instance is chosen by its load alone (cpp_scheduler, `ChooseWholeOnly`).
@@ -196,6 +203,7 @@ class RequestPlacer:
         forecast = self.lengths.predict(query, output_tokens)
         left = max(0, query.max_tokens - output_tokens)
         expected = max(0, forecast.expected_tokens - output_tokens) if self.predicts else left
+        self._replayed_tokens[request_id] = output_tokens
         return self.scheduler.place(
             RequestSpec(
                 request_id=request_id,
@@ -208,11 +216,19 @@ class RequestPlacer:
             now_ms,
         )
 
+    def learn_transfer(self, tokens: int, took_ms: float) -> None:
+        """took_ms: to send the KV of so many tokens. Larger transfers say more; older ones fade."""
+        self._moved_tokens = _TRANSFER_MEMORY * self._moved_tokens + tokens
+        self._moved_ms = _TRANSFER_MEMORY * self._moved_ms + took_ms
+        if self.predicts and self._moved_tokens > 0:
+            self.scheduler.set_kv_token_ms(self._moved_ms / self._moved_tokens)
+
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""
         self.scheduler.finish(request_id, now_ms)
         query = self._queries.pop(request_id, None)
         self._slos.pop(request_id, None)
+        self._replayed_tokens.pop(request_id, None)
         if query is not None and output_tokens is not None:
             self.lengths.learn(query, output_tokens)
 
@@ -238,7 +254,7 @@ class RequestPlacer:
                 decode_context_tokens=step.decode_context_tokens,
             )
             self.scheduler.observe_step(instance_id, shape, step.measured_ms, now_ms)
-            if self.profile is not None and (table := self.profile.observe(shape, step.measured_ms)) is not None:
+            if self.profile is not None and (table := self.profile.observe(shape, step.measured_ms, now_ms)) is not None:
                 logger.info("placing requests by the latencies of %d measured steps", self.profile.steps)
                 self._learn(table, now_ms)
 
@@ -262,8 +278,8 @@ class RequestPlacer:
         self.scheduler.report_others(instance_id, known, now_ms)
 
     def wants_progress(self, instance_id: str, now_ms: float) -> bool:
-        """Whether the last progress of this instance is old enough to be told again."""
-        return now_ms - self._reported_ms.get(instance_id, -math.inf) >= REPORT_EVERY_MS
+        """Whether the last progress of this instance is old enough to be told again; never under policies that do not predict."""
+        return self.predicts and now_ms - self._reported_ms.get(instance_id, -math.inf) >= REPORT_EVERY_MS
 
     def report(self, instance_id: str, running: Iterable[RunningRequest], now_ms: float) -> None:
         """Actual progress replaces predicted; how long each answer will be is asked again, by what it has emitted."""
@@ -272,12 +288,17 @@ class RequestPlacer:
             Progress(
                 request_id=request.request_id,
                 computed_tokens=request.computed_tokens,
-                expected_output_tokens=self.lengths.predict(query, request.output_tokens).expected_tokens,
+                expected_output_tokens=self._expected_tokens(query, request),
             )
             for request in running
             if (query := self._queries.get(request.request_id)) is not None
         ]
         self.scheduler.report(instance_id, progress, now_ms)
+
+    def _expected_tokens(self, query: LengthQuery, request: RunningRequest) -> int:
+        """Of the answer, as far as the scheduler takes it for one."""
+        expected = self.lengths.predict(query, request.output_tokens).expected_tokens
+        return max(0, expected - self._replayed_tokens.get(request.request_id, 0))
 
 
 def step_share(sigma: float) -> float:

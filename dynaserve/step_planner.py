@@ -18,7 +18,6 @@ from dynaserve.step_latency import (
     PrefillBudget,
     PrefillWork,
     choose_budget,
-    leaves_room_for_decode,
     prefill_pairs,
 )
 
@@ -91,17 +90,16 @@ class StepPlanner:
         pairs = prefill_pairs(work.tokens, work.context_tokens)
         return table.step_ms(BatchShape(prefill_tokens=work.tokens, prefill_pairs=pairs))
 
-    def admits(self, decodes: int, context_tokens: int, one_more_context: int, slo_ms: float) -> bool:
-        """Whether one more decode of `one_more_context` tokens beside `decodes` others of `context_tokens` together leaves a step
-        of them all within the SLO.
+    def fits(self, decodes: int, context_tokens: int, slo_ms: float) -> bool:
+        """Whether a step of so many decodes alone, of `context_tokens` together, stays within the SLO.
 
-        One always runs alone, and nothing is refused before anything was measured.
+        Nothing is known to be too much before anything was measured.
         """
         table = self.profile.table
-        if table is None or not decodes:
+        if table is None:
             return True
         shape = BatchShape(decodes=decodes, decode_context_tokens=context_tokens)
-        return leaves_room_for_decode(table, shape, one_more_context, slo_ms * self.margin.share(table.sigma))
+        return table.step_ms(shape) <= slo_ms * self.margin.share(table.sigma)
 
     def _unprofiled(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork]) -> StepPlan:
         most = self.unprofiled_prefill_tokens if decodes.number else self.max_tokens

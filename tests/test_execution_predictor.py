@@ -264,3 +264,20 @@ def test_impossible_requests_are_refused(request_: VirtualRequest, message: str)
 def test_impossible_limits_are_refused_with_their_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{field} is 0"):
         predictor_of(**{field: value})
+
+
+def test_what_was_asked_before_changes_no_prediction() -> None:
+    """1024 tokens at a time are the cheapest; 2048 that are all there is are not put off."""
+    table = ProfileTable(A100)
+    for _ in range(300):
+        table.observe(BatchShape(prefill_tokens=1024), 110.0)
+        table.observe(BatchShape(prefill_tokens=2048), 225.0)
+
+    def end_ms(predictor: ExecutionPredictor, tokens: int) -> float:
+        return predictor.predict(VirtualRequest(key=1, prefill_tokens=tokens), 0.0, Horizon.prefill_end).prefill_end_ms
+
+    limits = InstanceLimits(max_step_tokens=2048)
+    fresh = {tokens: end_ms(ExecutionPredictor(table, limits), tokens) for tokens in (2048, 6000)}
+    for order in ((2048, 6000, 2048), (6000, 2048, 6000)):
+        asked = ExecutionPredictor(table, limits)
+        assert [end_ms(asked, tokens) for tokens in order] == [fresh[tokens] for tokens in order]

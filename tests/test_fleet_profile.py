@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from dynaserve.fleet_profile import FIRST_STEPS, LEAST_OF_A_KIND, MOST_UNTOLD, FleetProfile
+from dynaserve.fleet_profile import FIRST_STEPS, LEAST_OF_A_KIND, LEAST_UNTOLD_MS, MOST_UNTOLD, FleetProfile
 from dynaserve.step_latency import BatchShape, Roofline
 
 MACHINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=16.0, pair_ms=1e-6, decode_ms=0.3, context_ms=5e-4)
@@ -20,7 +20,7 @@ def mixed(number: int) -> BatchShape:
 
 def test_the_first_table_is_that_of_all_steps_so_far() -> None:
     profile = FleetProfile()
-    told = [profile.observe(mixed(number), MACHINE.step_ms(mixed(number))) for number in range(FIRST_STEPS)]
+    told = [profile.observe(mixed(number), MACHINE.step_ms(mixed(number)), 50.0 * number) for number in range(FIRST_STEPS)]
     assert told[:-1] == [None] * (FIRST_STEPS - 1)
     table = told[-1]
     assert table is not None
@@ -31,24 +31,33 @@ def test_the_first_table_is_that_of_all_steps_so_far() -> None:
 @pytest.mark.parametrize("shape", [DECODES, BatchShape(prefill_tokens=300, prefill_pairs=45_000.0)])
 def test_nothing_is_told_from_one_kind_of_step(shape: BatchShape) -> None:
     profile = FleetProfile()
-    assert [profile.observe(shape, MACHINE.step_ms(shape)) for _ in range(4 * FIRST_STEPS)] == [None] * (4 * FIRST_STEPS)
+    assert [profile.observe(shape, MACHINE.step_ms(shape), 0.0) for _ in range(4 * FIRST_STEPS)] == [None] * (4 * FIRST_STEPS)
     other = DECODES if shape.prefill_tokens else BatchShape(prefill_tokens=300, prefill_pairs=45_000.0)
-    told = [profile.observe(other, MACHINE.step_ms(other)) for _ in range(LEAST_OF_A_KIND)]
+    told = [profile.observe(other, MACHINE.step_ms(other), 0.0) for _ in range(LEAST_OF_A_KIND)]
     assert [table is None for table in told] == [True] * (LEAST_OF_A_KIND - 1) + [False]
 
 
 def test_the_table_is_told_when_experience_has_doubled_and_later_every_few_thousand_steps() -> None:
     profile, told = FleetProfile(), []
     for number in range(20_000):
-        if profile.observe(mixed(number), MACHINE.step_ms(mixed(number))) is not None:
+        if profile.observe(mixed(number), MACHINE.step_ms(mixed(number)), 100.0 * number) is not None:
             told.append(profile.steps)
     assert told[:4] == [FIRST_STEPS, 2 * FIRST_STEPS, 4 * FIRST_STEPS, 8 * FIRST_STEPS]
     assert max(later - earlier for earlier, later in pairwise(told)) == MOST_UNTOLD
+
+
+def test_a_large_fleet_is_not_told_more_often_than_every_few_seconds() -> None:
+    profile, told_ms = FleetProfile(), []
+    for number in range(40_000):
+        if profile.observe(mixed(number), MACHINE.step_ms(mixed(number)), 1.0 * number) is not None:
+            told_ms.append(1.0 * number)
+    assert len(told_ms) >= 3
+    assert min(later - earlier for earlier, later in pairwise(told_ms)) >= LEAST_UNTOLD_MS
 
 
 @pytest.mark.parametrize(("shape", "measured_ms"), [(BatchShape(), 5.0), (DECODES, 0.0), (DECODES, float("nan")), (DECODES, float("inf"))])
 def test_a_step_that_cannot_be_is_refused_and_not_learnt(shape: BatchShape, measured_ms: float) -> None:
     profile = FleetProfile()
     with pytest.raises(ValueError, match=r"both must be positive$"):
-        profile.observe(shape, measured_ms)
+        profile.observe(shape, measured_ms, 0.0)
     assert profile.steps == 0

@@ -151,7 +151,7 @@ def request(request_id: str, prompt: int = 4000, output: int = 200, **fields: ob
 
 @dataclass(frozen=True)
 class Cut:
-    """A long prompt that was cut at `now_ms` in a fleet that gathers its decodes."""
+    """A long prompt that was cut at `now_ms`, some of it left to the beta, in a fleet that gathers its decodes."""
 
     scheduler: GlobalScheduler
     name: str
@@ -169,9 +169,11 @@ def cut_under_way(policy: Policy = Policy.dynamic) -> Cut:
         now_ms += rng.expovariate(1 / 290.0)
         while ends and ends[0][0] <= now_ms:
             scheduler.finish(ends.pop(0)[1], now_ms)
-        placement = scheduler.place(request(str(number), rng.randint(1500, 4000)), now_ms)
+        prompt_tokens = rng.randint(1500, 4000)
+        placement = scheduler.place(request(str(number), prompt_tokens), now_ms)
         assert placement is not None
-        lasts = placement.prediction is not None and placement.prediction.hand_off_ms > 500.0
+        long = placement.prediction is not None and placement.prediction.hand_off_ms > 500.0
+        lasts = long and placement.split_token is not None and placement.split_token < prompt_tokens - 500
         if number > 200 and placement.beta is not None and (lasts or policy is Policy.paper):
             return Cut(scheduler, str(number), placement, now_ms)
         ends.append((now_ms + 8000.0, str(number)))

@@ -106,8 +106,8 @@ def test_an_idle_fleet_runs_requests_whole_on_different_instances() -> None:
     assert {p.alpha.instance_id for p in placements} == {"i0", "i1"}
 
 
-def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
-    scheduler = fleet(Policy.dynamic)
+def busy_for_minutes(scheduler: GlobalScheduler) -> tuple[list[PlacementReason], list[str]]:
+    """The reason of each placement, and the instances of the betas."""
     rng = random.Random(1)
     ends: list[tuple[float, str]] = []
     now_ms, kinds, betas = 0.0, [], []
@@ -123,6 +123,20 @@ def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
             betas.append(placement.beta.instance_id)
             assert 0 < placement.split_token < spec.prompt_tokens
     scheduler.check_invariants()
+    return kinds, betas
+
+
+def test_a_busy_fleet_whose_kv_moves_too_slowly_cuts_nothing() -> None:
+    scheduler = fleet(Policy.dynamic)
+    scheduler.set_kv_token_ms(5000.0)
+    assert busy_for_minutes(scheduler)[0].count(PlacementReason.levels_prefill) == 0
+    for impossible in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"^kv_token_ms is "):
+            scheduler.set_kv_token_ms(impossible)
+
+
+def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
+    kinds, betas = busy_for_minutes(fleet(Policy.dynamic))
     assert kinds[300:].count(PlacementReason.levels_prefill) > 100
     assert max(betas[-100:].count(name) for name in ("i0", "i1")) >= 90
 
@@ -186,7 +200,7 @@ def cut_requests(scheduler: GlobalScheduler) -> tuple[list[str], str, float]:
         now_ms += 5.0
         scheduler.place(request(f"decode-{number}", prompt=200, output=2000), now_ms)
     now_ms += 8000.0
-    cuts = {str(number): placed(scheduler, request(str(number), prompt=6000), now_ms + number) for number in range(12)}
+    cuts = {str(number): placed(scheduler, request(str(number), prompt=6000), now_ms + number) for number in range(24)}
     alpha, beta = sorted(("i0", "i1"), key=[cut.alpha.instance_id for cut in cuts.values()].count, reverse=True)
     return [name for name, cut in cuts.items() if cut.alpha.instance_id == alpha and cut.beta is not None], beta, now_ms
 
@@ -252,6 +266,44 @@ def test_the_cost_scale_follows_the_steps_of_its_instance() -> None:
     scheduler.observe(InstanceState("i0", limits=InstanceLimits(step_ms=40.0, kv_tokens=200_000)))
     assert scheduler.cost_scale("i0") == pytest.approx(1.5, rel=0.02), "other limits do not make it faster"
     assert placed(scheduler, request("s"), 260_000.0).alpha.instance_id == "i1"
+
+
+def test_a_new_table_keeps_what_one_instance_takes_longer_than_another() -> None:
+    scheduler = fleet(Policy.dynamic)
+    shape = BatchShape(decodes=10, decode_context_tokens=5000)
+    for second in range(200):
+        for name, factor in (("i0", 3.0), ("i1", 2.0)):
+            scheduler.observe_step(name, shape, factor * A100.step_ms(shape), 1000.0 * second)
+    scheduler.learn(SLOW, 200_000.0)
+    assert scheduler.cost_scale("i0") / scheduler.cost_scale("i1") == pytest.approx(1.5, rel=0.03)
+    assert scheduler.cost_scale("i0") * scheduler.cost_scale("i1") == pytest.approx(1.0, rel=0.03)
+
+
+def test_a_new_table_says_nothing_of_an_instance_that_has_told_no_steps() -> None:
+    scheduler = fleet(Policy.dynamic)
+    shape = BatchShape(decodes=10, decode_context_tokens=5000)
+    for second in range(200):
+        scheduler.observe_step("i0", shape, 2.0 * A100.step_ms(shape), 1000.0 * second)
+    scheduler.learn(SLOW, 200_000.0)
+    assert scheduler.cost_scale("i0") == pytest.approx(1.0)
+    assert scheduler.cost_scale("i1") == 1.0
+
+
+def test_a_fleet_slower_than_its_table_does_not_gather_more_decodes_than_the_slo_allows() -> None:
+    def gathering(factor: float) -> int:
+        scheduler = fleet(Policy.dynamic)
+        for number in range(60):
+            scheduler.place(request(str(number), 900, 4000, forced_split=0), 0.0)
+        shape = BatchShape(decodes=10, decode_context_tokens=5000)
+        for _ in range(200):
+            for name in ("i0", "i1"):
+                scheduler.observe_step(name, shape, factor * A100.step_ms(shape), 0.0)
+        prediction = placed(scheduler, request("r", 2000), 20_000.0).prediction
+        assert prediction is not None
+        return prediction.gathering
+
+    assert gathering(1.0) == 1
+    assert gathering(2.0) == 0
 
 
 def test_a_pause_of_the_machine_hardly_moves_the_cost_scale() -> None:

@@ -98,7 +98,7 @@ def test_the_search_is_close_to_the_exhaustive_optimum() -> None:
         gaps.append(max(0.0, choice.objective_ms / best_ms - 1.0))
     print(f"gap: mean {statistics.mean(gaps):.4f}, worst {max(gaps):.4f}, {sum(g > 0.01 for g in gaps)} above 1 %")
     assert statistics.mean(gaps) <= 0.01
-    assert sorted(gaps)[int(0.95 * len(gaps))] <= 0.05
+    assert sorted(gaps)[int(0.98 * len(gaps))] <= 0.05
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -150,6 +150,16 @@ def test_tiny_prompts_are_not_cut() -> None:
 
 def test_a_request_that_may_not_be_cut_is_not() -> None:
     assert SplitSearch().find(two(decodes=60), request_of(3000, may_cut=False), BUSY, NOW_MS).beta is None
+
+
+def test_in_a_large_fleet_the_instance_that_has_the_prompt_is_found_behind_a_short_queue() -> None:
+    table = ProfileTable(A100)
+    instances = [SearchInstance(ExecutionPredictor(table, InstanceLimits(step_ms=50.0))) for _ in range(40)]
+    holder = ExecutionPredictor(table, InstanceLimits(step_ms=50.0))
+    holder.replace([], [VirtualRequest(key=1, prefill_tokens=500)], NOW_MS)
+    instances[29] = SearchInstance(holder, cached_tokens=3900)
+    choice = SplitSearch().find(instances, request_of(4000), SearchOptions(), NOW_MS)
+    assert (choice.alpha, choice.beta) == (29, None)
 
 
 # --- the objective

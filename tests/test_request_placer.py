@@ -39,7 +39,8 @@ DESCRIPTION = InstanceDescription(
     device="cpu",
     parallelism="tp1pp1",
     tensor_parallel_size=1,
-    batching="slo",
+    tbt_slo_ms=100.0,
+    min_prefill_tokens=16,
     cut_obstacle=None,
     workers=[],
 )
@@ -158,6 +159,51 @@ def test_progress_is_told_now_and_then() -> None:
     assert placer.wants_progress(name, 1200.0)
 
 
+def test_policies_that_do_not_predict_want_no_progress() -> None:
+    assert not placer_of(Policy.colocated).wants_progress("a", 1000.0)
+
+
+def test_what_a_request_emitted_before_it_was_placed_again_is_not_expected_again() -> None:
+    placer = placer_of(Policy.dynamic)
+    placed(placer, facts(hint=100))
+    again = placer.place_again("r", 60, 1000.0)
+    assert again is not None
+    name = again.alpha.instance_id
+    placer.report(name, [RunningRequest("r", name, 500 + 80 - 1, 80)], 2000.0)
+    left_ms = placer.predict_end_ms("r", 2000.0)
+    assert left_ms is not None
+    assert left_ms == pytest.approx(40 * ROOFLINE.step_ms(BatchShape(decodes=1, decode_context_tokens=600)), rel=0.03)
+
+
+def test_prompts_are_predicted_by_the_slo_of_the_instance_not_by_that_of_the_requests() -> None:
+    def ttft_ms(tbt_slo_ms: float | None) -> float:
+        placer = RequestPlacer(GlobalScheduler(Options(Policy.dynamic), ProfileTable(ROOFLINE)), LengthPredictor(), predicts=True)
+        placer.observe("a", msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=tbt_slo_ms))
+        placed(placer, facts("decodes"))
+        prediction = placed(placer, facts(), 500.0).placement.prediction
+        assert prediction is not None
+        return prediction.ttft_ms
+
+    assert ttft_ms(20.0) > 1.5 * ttft_ms(500.0)
+    assert ttft_ms(None) == ttft_ms(500.0)
+
+
+def test_what_moving_kv_takes_is_told_by_large_transfers_and_followed() -> None:
+    told: list[float] = []
+
+    class Scheduler(GlobalScheduler):
+        def set_kv_token_ms(self, kv_token_ms: float) -> None:
+            told.append(kv_token_ms)
+
+    placer = RequestPlacer(Scheduler(Options(Policy.dynamic), ProfileTable(ROOFLINE)), LengthPredictor(), predicts=True)
+    placer.learn_transfer(10, 5.0)
+    placer.learn_transfer(10_000, 100.0)
+    assert told[-1] == pytest.approx(105.0 / 10_010, rel=0.01)
+    for _ in range(400):
+        placer.learn_transfer(1000, 50.0)
+    assert told[-1] == pytest.approx(0.05, rel=0.02)
+
+
 # --- what the command line asks for
 
 
@@ -190,9 +236,9 @@ def measured_step(rng: random.Random) -> MeasuredStep:
 
 def test_what_an_instance_must_be_depends_on_the_policy(tmp_path: Path) -> None:
     save(tmp_path / "p.json", ProfileTable(ROOFLINE), ProfileKey("m", "float32", "cpu", "tp1pp1", "other"), "made up")
-    silent = Instance("http://a", msgspec.structs.replace(DESCRIPTION, batching="vllm"))
+    silent = Instance("http://a", msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=None))
     check_for(parse_policy("colocated"), None)(silent)
-    with pytest.raises(ConfigError, match="tells nothing of its steps"):
+    with pytest.raises(ConfigError, match="tell nothing of their steps"):
         check_for(parse_policy("dynamic"), None)(silent)
     with pytest.raises(ConfigError, match="measured with vllm_version 'other'"):
         check_for(parse_policy("paper"), tmp_path / "p.json")(silent)
@@ -200,9 +246,9 @@ def test_what_an_instance_must_be_depends_on_the_policy(tmp_path: Path) -> None:
 
 def test_an_instance_that_tells_nothing_of_its_steps_is_refused_where_a_profile_is_learnt() -> None:
     tells_its_steps(Instance("http://a", DESCRIPTION))
-    silent = msgspec.structs.replace(DESCRIPTION, batching="vllm")
+    silent = msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=None)
     tells_its_steps(Instance("http://a", msgspec.structs.replace(silent, stock=True)))
-    with pytest.raises(ConfigError, match=r"^instance http://a runs with --dynaserve-batching vllm, which tells nothing of its steps: "):
+    with pytest.raises(ConfigError, match=r"^instance http://a runs with vLLM's own batches, which tell nothing of their steps: "):
         tells_its_steps(Instance("http://a", silent))
 
 

@@ -45,6 +45,7 @@ def run(
     sigma: float = 0.0,
     seed: int = 1,
     tbt_slo_ms: float = math.inf,
+    ttft_slo_ms: float = math.inf,
     kv_token_ms: float = 0.0,
     streams_kv: bool = True,
     expected: int | None = None,
@@ -63,6 +64,7 @@ def run(
         revises=revises,
         step_sigma=sigma,
         tbt_slo_ms=tbt_slo_ms,
+        ttft_slo_ms=ttft_slo_ms,
         seed=seed,
     )
     return play(table(roofline), rows, options)
@@ -147,6 +149,34 @@ def test_hand_offs_are_revised_unless_they_are_to_stay() -> None:
     assert fixed.moved == fixed.lifted == 0
     assert sum(revised.gap_counts) == sum(fixed.gap_counts) == sum(output - 1 for _, _, output in requests)
     assert sum(use.tokens for use in revised.uses) == sum(use.tokens for use in fixed.uses)
+
+
+def test_requests_that_only_prefill_on_an_instance_need_no_room_for_their_decodes() -> None:
+    requests = [(0.0, 50, 2)] * 10
+    instance = engine(Batching.slo, slo_ms=30.0)
+    roofline = "5,0.1,8,0,8,0"  # three decodes in a step of 30 ms
+
+    def first_tokens_ms(policy: Policy) -> set[float]:
+        outcomes = run(requests, instance, Options(policy), instances=2, roofline=roofline).outcomes
+        return {round(outcome.first_token_ms, 6) for outcome in outcomes}
+
+    assert len(first_tokens_ms(Policy.disaggregated)) <= 3, "the first one, and all that came while it ran"
+    assert len(first_tokens_ms(Policy.colocated)) > 3
+
+
+def test_the_policy_knows_the_ttft_slo() -> None:
+    rng = random.Random(2)
+    at_ms = np.cumsum([rng.expovariate(1 / 300.0) for _ in range(300)])
+    requests = [(float(at), rng.randint(1500, 4000), rng.randint(1, 400)) for at in at_ms]
+    instance = engine(Batching.slo, chunk=8192, slo_ms=50.0)
+
+    def splits(ttft_slo_ms: float) -> list[int]:
+        roofline = "12,0.105,160,1.1e-6,0.05,1.3e-4"
+        result = run(requests, instance, Options(Policy.dynamic), instances=3, roofline=roofline, ttft_slo_ms=ttft_slo_ms)
+        return [outcome.split_token for outcome in result.outcomes]
+
+    assert splits(math.inf) == splits(1e9)
+    assert splits(math.inf) != splits(500.0)
 
 
 def test_disaggregation_prefills_here_and_decodes_there() -> None:
@@ -303,6 +333,30 @@ def test_a_grid_of_measured_steps_is_learnt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (["m,g,1,64,0,0,512,nan"], "line 2: ms: 'nan' is not a number above 0"),
+        (["m,g,1,64,0,0,512,8.5", "m,g,1,64,0,0,512,0"], "line 3: ms: '0' is not"),
+        (["m,g,1,-5,0,8,512,8.5"], "line 2: prefill_new: '-5' is not a whole number"),
+        (["m,g,1,64,0,1.5,512,8.5"], "line 2: decode_n: '1.5' is not a whole number"),
+        (["m,g,1,64,0,8,9999999999,8.5"], "line 2: decode_ctx: '9999999999' is not a whole number of at most 9 digits"),
+        (["m,g,1,64,0,8"], "line 2: not 8 values"),
+        (["m,g,1,0,0,0,512,8.5"], "no step of m on g has a token"),
+        (["m,g,1,64,0,0,512,1e308"], "the steps of m on g cannot be learnt: a step of 64 tokens took inf ms"),
+        ([], "has no m on g; there is nothing"),
+    ],
+)
+def test_a_bad_grid_is_refused_with_line_and_value(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[str], named: str) -> None:
+    path = tmp_path / "grid.csv"
+    path.write_text("\n".join([GRID_HEADER, *rows]) + "\n")
+    fleet = ("--gpu-grid", str(path), "--gpu-model", "m", "--gpu", "g", "--cost-scale", "10")
+    assert command(*fleet, *SAMPLE[2:]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"dynaserve simulate: {path}: {named}")
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("more", "named"),
     [
         (("--gpu-grid", "nosuch.csv"), "not 2 of them"),
@@ -321,4 +375,6 @@ def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], more: tuple
 
 def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("--help") == 0
-    assert "example:\n  dynaserve simulate --roofline" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "example:\n  dynaserve simulate --roofline" in told
+    assert "first come, first served, with a fixed margin" in told

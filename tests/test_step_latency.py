@@ -229,6 +229,33 @@ def noisy_steps(rng: random.Random, number: int, factor: float) -> Iterator[tupl
         yield shape, factor * A100_14B.step_ms(shape) * rng.lognormvariate(0, 0.04)
 
 
+def test_bins_that_contradict_each_other_do_not_drift_apart() -> None:
+    """Each step of the larger kind is too fast for the smaller one, for ever."""
+    table = ProfileTable(Roofline(overhead_ms=8.0, token_ms=0.05, knee_tokens=16.0, pair_ms=0.0, decode_ms=0.3, context_ms=5e-4))
+    for _ in range(20_000):
+        for tokens, ms in ((256, 20.0), (320, 18.0)):
+            table.observe(BatchShape(prefill_tokens=tokens), ms)
+    assert max(abs(learnt.log_ratio) for learnt in table.bins()) < 1.0
+    assert abs(table.log_scale) < 1.0
+    for tokens in (256, 320):
+        assert 17.0 < table.step_ms(BatchShape(prefill_tokens=tokens)) < 21.0
+
+
+def test_what_had_drifted_in_a_profile_is_put_together_again() -> None:
+    table, drifted = (
+        ProfileTable(Roofline(overhead_ms=8.0, token_ms=0.05, knee_tokens=16.0, pair_ms=0.0, decode_ms=0.3, context_ms=5e-4))
+        for _ in range(2)
+    )
+    shape = BatchShape(prefill_tokens=300, decodes=9, decode_context_tokens=3000)
+    for _ in range(100):
+        table.observe(shape, 40.0)
+    bins = [ProfileBin(learnt.index, learnt.log_ratio + 30.0, learnt.weight) for learnt in table.bins()]
+    drifted.restore(bins, table.log_scale - 30.0, table.sigma)
+    assert drifted.step_ms(shape) == pytest.approx(table.step_ms(shape), rel=0.02)
+    drifted.observe(shape, 40.0)
+    assert drifted.step_ms(shape) == pytest.approx(40.0, rel=0.05)
+
+
 def test_drift_is_followed_within_200_steps_both_ways() -> None:
     rng = random.Random(5)
     table = ProfileTable(A100_14B)
@@ -346,8 +373,26 @@ def test_the_budget_is_what_an_exhaustive_search_finds(
         assert (budget.reason == BudgetReason.minimum_share) == (share > 0)
         return
     assert 0 < budget.tokens <= largest
-    best = min(step_ms(tokens) / tokens for tokens in range(1, largest + 1))
-    assert step_ms(budget.tokens) / budget.tokens <= 1.05 * best
+
+    def pays_to_finish(first: int) -> bool:
+        pairs = shape_with(running, waiting, waits).prefill_pairs - shape_with(running, waiting, first).prefill_pairs
+        rest_ms = table.step_ms(
+            BatchShape(
+                prefill_tokens=waits - first,
+                prefill_pairs=pairs,
+                decodes=running.decodes,
+                decode_context_tokens=running.decode_context_tokens,
+            )
+        )
+        return step_ms(waits) <= step_ms(first) - step_ms(0) + 1.1 * rest_ms
+
+    cost = {tokens: step_ms(tokens) / tokens for tokens in range(1, largest + 1)}
+    cheap = [tokens for tokens in cost if cost[tokens] <= 1.05 * min(cost.values())]
+    if budget.tokens == waits:
+        assert waits in cheap or any(map(pays_to_finish, cheap))
+    else:
+        assert budget.tokens in cheap
+        assert largest < waits or not pays_to_finish(budget.tokens)
     if budget.tokens == largest < most:
         assert budget.reason == BudgetReason.step_limit
     elif budget.tokens == most:
@@ -372,6 +417,13 @@ def test_a_cheaper_smaller_step_beats_a_larger_one_that_fits() -> None:
         table.observe(prefill(512), 67.0)
     budget = choose_budget(table, BatchShape(), [PrefillWork(4000)], BatchLimits(step_ms=70, max_tokens=2048))
     assert (budget.tokens, budget.reason) == (384, BudgetReason.efficiency)
+
+
+def test_the_last_tokens_of_what_waits_are_not_put_off() -> None:
+    limits, table = BatchLimits(step_ms=500, max_tokens=2048), ProfileTable(A100_14B)
+    for tokens in (769, 777, 900):
+        budget = choose_budget(table, BatchShape(), [PrefillWork(tokens)], limits)
+        assert (budget.tokens, budget.reason) == (tokens, BudgetReason.all_work)
 
 
 def test_decodes_alone_over_the_limit_leave_the_minimum_share() -> None:

@@ -245,6 +245,10 @@ void BindScheduler(nb::module_& m) {
            "now_ms"_a,
            "A measured step moves the instance's cost scale.\nValueError: it has no tokens, or a "
            "time that is not positive.")
+      .def(
+          "set_kv_token_ms", &Scheduler::SetKvTokenMs, "kv_token_ms"_a,
+          "What it takes to move the KV of a token, as transfers told.\nValueError: it is negative "
+          "or not finite.")
       .def("cost_scale", &Scheduler::CostScale, "instance_id"_a,
            "Latency of the instance's steps over the table's, as observed steps tell.")
       .def("reserved_tokens", &Scheduler::ReservedTokens, "instance_id"_a,

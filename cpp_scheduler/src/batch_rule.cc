@@ -12,6 +12,8 @@ namespace {
 // A smaller step is also a shorter gap between tokens: it wins among equals, and the table's noise
 // must not send the choice back and forth.
 constexpr double kAsGood = 1.01;
+// Of the step that a prompt is spared, what its last tokens may cost more for that.
+constexpr double kWorthFinishing = 0.1;
 
 void Check(std::span<const PrefillWork> waiting, const BatchLimits& limits) {
   if (std::isnan(limits.step_ms) || limits.step_ms < 0.0) {
@@ -79,6 +81,16 @@ class Search {
     return chosen;
   }
 
+  // Whether computing all `most` tokens now, not only the `first` of them, costs little beside the
+  // step for which the last ones would have to wait.
+  bool PaysToFinish(std::int64_t first, std::int64_t most) const {
+    const BatchShape all = ShapeWith(decodes_, waiting_, most);
+    const BatchShape part = ShapeWith(decodes_, waiting_, first);
+    const double rest_ms = row_.StepMs(most - first, all.prefill_pairs - part.prefill_pairs);
+    const double in_two_ms = StepMs(first) + rest_ms - StepMs(0);
+    return StepMs(most) <= in_two_ms + kWorthFinishing * rest_ms;
+  }
+
  private:
   double CostPerToken(std::int64_t tokens) const {
     return StepMs(tokens) / static_cast<double>(tokens);
@@ -135,7 +147,8 @@ PrefillBudget ChooseBudget(const ProfileTable& table, const BatchShape& decodes,
     return {share, search.StepMs(share), BudgetReason::kMinimumShare};
   }
   const std::int64_t within = std::max<std::int64_t>(largest, 0);
-  const std::int64_t cheapest = within > 0 ? search.Cheapest(within) : 0;
+  std::int64_t cheapest = within > 0 ? search.Cheapest(within) : 0;
+  if (within == work && cheapest < work && search.PaysToFinish(cheapest, work)) cheapest = work;
   BudgetReason reason = BudgetReason::kAllWork;
   if (cheapest < within) {
     reason = BudgetReason::kEfficiency;

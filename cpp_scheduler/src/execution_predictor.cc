@@ -76,6 +76,17 @@ Forecast ExecutionPredictor::Predict(const VirtualRequest& newcomer, double now_
   return Run(scratch_, request.key, horizon, nullptr);
 }
 
+Forecast ExecutionPredictor::PredictPrefill(const VirtualRequest& newcomer, double now_ms,
+                                            std::vector<PrefillStep>& steps) {
+  struct Watch {
+    std::vector<PrefillStep>*& watched;
+    ~Watch() { watched = nullptr; }
+  };
+  steps.clear();
+  const Watch watch{watched_steps_ = &steps};
+  return Predict(newcomer, now_ms, Horizon::kPrefillEnd);
+}
+
 double ExecutionPredictor::PredictDrainMs(const VirtualRequest* newcomer, double now_ms) {
   if (newcomer != nullptr) Check(*newcomer);
   scratch_ = Tail(now_ms);
@@ -158,9 +169,30 @@ void ExecutionPredictor::SetCostScale(double cost_scale, double now_ms) {
 
 double ExecutionPredictor::PrefillFreeMs(double now_ms) { return Tail(now_ms).now_ms; }
 
+double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens) {
+  const State& tail = Tail(now_ms);
+  const auto decodes = static_cast<std::int64_t>(tail.decodes.size());
+  if (decodes == 0) return tail.now_ms;
+  const BatchShape shape{0, 0.0, decodes, tail.decode_context};
+  const bool fits =
+      decodes + static_cast<std::int64_t>(tail.prefills.size()) < limits_.max_requests &&
+      HeldKv(tail) + context_tokens <= limits_.kv_tokens &&
+      LeavesRoomForDecode(*table_, shape, context_tokens, limits_.step_ms / cost_scale_);
+  if (fits) return tail.now_ms;
+  const std::int64_t steps = tail.decodes.front().end_step - tail.step;
+  const BatchShape halfway{0, 0.0, decodes, tail.decode_context + decodes * (steps / 2)};
+  return tail.now_ms + static_cast<double>(steps) * cost_scale_ * table_->StepMs(halfway);
+}
+
 ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms) {
   const State& tail = Tail(now_ms);
-  return {static_cast<std::int64_t>(tail.decodes.size()), tail.decode_context, HeldKv(tail)};
+  std::int64_t prefill_tokens = 0;
+  for (const Prefill& prefill : tail.prefills) prefill_tokens += prefill.request.prefill_tokens;
+  for (const VirtualRequest& request : tail.waiting) {
+    if (request.ready_ms <= tail.now_ms) prefill_tokens += request.prefill_tokens;
+  }
+  return {static_cast<std::int64_t>(tail.decodes.size()), tail.decode_context, HeldKv(tail),
+          prefill_tokens};
 }
 
 std::int64_t ExecutionPredictor::PrefillTokens(double now_ms) {
@@ -375,12 +407,12 @@ PrefillBudget ExecutionPredictor::BudgetOf(const BatchShape& decodes,
   static_assert(kKnownBudgets == 64);
   if (known.decodes == decodes.decodes && known.decode_context == decodes.decode_context_tokens &&
       known.context == only.context_tokens && known.limit_ms == limit_ms &&
-      known.observed == table_->observed() && only.tokens >= known.budget.within) {
+      known.observed == table_->observed() && only.tokens > known.budget.within) {
     return known.budget;
   }
   const PrefillBudget budget = ChooseBudget(*table_, decodes, work, limits);
-  const std::int64_t room = limits_.max_step_tokens - decodes.decodes;
-  const bool bounded = budget.within < only.tokens || only.tokens >= room;
+  // Of more work than fits the budget is the same; what just fits may be taken whole.
+  const bool bounded = budget.within < only.tokens;
   if (bounded && budget.reason != BudgetReason::kMinimumShare) {
     known = {decodes.decodes,
              decodes.decode_context_tokens,
@@ -426,6 +458,9 @@ void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended
     left -= taken;
     request.prefill_tokens -= taken;
     request.context_tokens += taken;
+    if (request.key == watched_ && watched_steps_ != nullptr && taken > 0) {
+      watched_steps_->push_back({state.now_ms, request.context_tokens});
+    }
     if (request.prefill_tokens > 0) {
       state.prefills[kept++] = prefill;
       continue;

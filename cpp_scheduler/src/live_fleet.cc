@@ -89,8 +89,15 @@ void LiveFleet::Observe(const InstanceState& instance) {
 void LiveFleet::Learn(const ProfileTable& table, double now_ms) {
   At(now_ms);
   auto learnt = std::make_unique<const ProfileTable>(table);
+  // What all instances have in common is in the table now; what one has beside it stays.
+  double common = 0.0, telling = 0.0;
+  for (const auto& [id, instance] : instances_) {
+    if (!instance.has_told_steps) continue;
+    common += instance.log_scale;
+    telling += 1.0;
+  }
   for (auto& [id, instance] : instances_) {
-    instance.log_scale = 0.0;
+    if (instance.has_told_steps) instance.log_scale -= common / telling;
     Install(instance, std::make_unique<ExecutionPredictor>(*learnt, instance.limits));
   }
   table_ = std::move(learnt);
@@ -152,7 +159,15 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     demand.prompt_tokens =
         std::max<std::int64_t>(1, std::llround(recent_prompt_tokens_ / recent_arrivals_));
   }
-  plan_ = PlanFleet(*table_, order.front().instance->limits, demand, plan_.gathering);
+  // A fleet that is slower than its table holds fewer decodes within the SLO, and prefills less.
+  double scale = 0.0;
+  for (const Gatherer& gatherer : order) scale += gatherer.instance->predictor->cost_scale();
+  scale /= static_cast<double>(order.size());
+  InstanceLimits limits = order.front().instance->limits;
+  limits.step_ms /= scale;
+  plan_ = PlanFleet(*table_, limits, demand, plan_.gathering);
+  plan_.prefill_rate /= scale;
+  plan_.colocated_rate /= scale;
   if (options_.gathering) plan_.gathering = *options_.gathering;
   std::stable_sort(order.begin(), order.end(), [](const Gatherer& a, const Gatherer& b) {
     if (a.instance->gathers != b.instance->gathers) return a.instance->gathers;
@@ -563,6 +578,7 @@ void LiveFleet::ObserveStep(const InstanceId& instance_id, const BatchShape& sha
   if (found == instances_.end() || !(table_ms > 0.0)) return;
   Instance& instance = found->second;
   const double error = std::log(measured_ms / table_ms) - instance.log_scale;
+  instance.has_told_steps = true;
   instance.log_scale += kScaleGain * std::clamp(error, -kMostScaleStep, kMostScaleStep);
   ExecutionPredictor& predictor = *instance.predictor;
   if (std::abs(instance.log_scale - std::log(predictor.cost_scale())) > kScaleTold) {

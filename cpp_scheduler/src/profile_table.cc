@@ -19,6 +19,10 @@ constexpr double kScaleGain = 0.05;
 constexpr double kRecentGain = 0.3;
 constexpr double kSigmaGain = 0.02;
 constexpr double kLeastBinGain = 0.05;
+// Of a bin from what is read there, in the logarithm: a third each way.
+constexpr double kMostApart = 0.4;
+// Of a bin from its roofline: a factor of 150.
+constexpr double kMostLogRatio = 5.0;
 constexpr double kLearntWeight = 0.5;
 
 constexpr std::size_t kTokens = kTokenBins.size();
@@ -59,6 +63,17 @@ void Envelope(std::vector<double>& grid, bool upward, Pick pick) {
   sweep(1, kContexts);
   sweep(kContexts, kDecodes);
   sweep(kContexts * kDecodes, kTokens);
+}
+
+// What bins that were not kept from drifting have in common; the scale has gone the other way.
+double DriftOf(std::span<const ProfileBin> bins) {
+  double sum = 0.0, weights = 0.0, most = 0.0;
+  for (const ProfileBin& bin : bins) {
+    sum += bin.weight * bin.log_ratio;
+    weights += bin.weight;
+    most = std::max(most, std::abs(bin.log_ratio));
+  }
+  return most > kMostLogRatio && weights > 0.0 ? sum / weights : 0.0;
 }
 
 }  // namespace
@@ -194,7 +209,7 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
     weight_[bin] += weight;
     const double gain = std::max(kLeastBinGain, 1.0 / (1.0 + weight_[bin]));
     // Divided by the squares, a step at a bin and one between bins move the prediction alike.
-    Learn(bin, log_ratio_[bin] + gain * weight / squares * step);
+    Learn(bin, NotFarFromRead(bin, log_ratio_[bin] + gain * weight / squares * step));
   }
   log_scale_ += kScaleGain * step;
   log_recent_ += kRecentGain * surprise;
@@ -203,6 +218,15 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
                                            kSigmaGain * surprise * surprise));
   ++observed_;
   stale_ = true;
+}
+
+// Bins that contradict each other are read at the middle between them: their errors never end, and
+// without a bound they would drift apart, and the scale with them, as long as steps are observed.
+double ProfileTable::NotFarFromRead(std::size_t bin, double log_ratio) const {
+  if (!(prior_ms_[bin] > 0.0) || !(grid_ms_[bin] > 0.0)) return log_ratio;
+  const double read = std::log(grid_ms_[bin] / prior_ms_[bin]);
+  const double near = std::clamp(log_ratio, read - kMostApart, read + kMostApart);
+  return std::clamp(near, -kMostLogRatio, kMostLogRatio);
 }
 
 void ProfileTable::Learn(std::size_t bin, double log_ratio) {
@@ -242,13 +266,16 @@ void ProfileTable::Restore(std::span<const ProfileBin> bins, double log_scale, d
   std::fill(log_ratio_.begin(), log_ratio_.end(), 0.0);
   std::fill(weight_.begin(), weight_.end(), 0.0);
   value_ms_ = prior_ms_;
+  const double drift = DriftOf(bins);
   for (const ProfileBin& bin : bins) {
-    Learn(bin.index, bin.log_ratio);
+    Learn(bin.index, drift == 0.0
+                         ? bin.log_ratio
+                         : std::clamp(bin.log_ratio - drift, -kMostLogRatio, kMostLogRatio));
     weight_[bin.index] = bin.weight;
   }
-  log_scale_ = log_scale;
+  log_scale_ = log_scale + drift;
   log_recent_ = 0.0;
-  scale_ = std::exp(log_scale);
+  scale_ = std::exp(log_scale_);
   sigma_ = std::max(kLeastSigma, sigma);
   observed_ = 0;
   stale_ = true;
@@ -268,7 +295,8 @@ void ProfileTable::MakeMonotonic() const {
   for (std::size_t i = 0; i < kBins; ++i) {
     const double low = std::max(least_ms_[i], std::min(prior_ms_[i], most_ms_[i]));
     const double high = std::min(most_ms_[i], std::max(prior_ms_[i], least_ms_[i]));
-    grid_ms_[i] = 0.5 * (low + high);
+    // The geometric one, as bins learn logarithms: by another, two that pull it apart move it.
+    grid_ms_[i] = std::sqrt(low * high);
   }
   stale_ = false;
 }

@@ -165,6 +165,13 @@ void Scheduler::ObserveStep(const InstanceId& instance_id, const BatchShape& sha
   if (live_) live_->ObserveStep(instance_id, shape, measured_ms, now_ms);
 }
 
+void Scheduler::SetKvTokenMs(double kv_token_ms) {
+  Options changed = options_;
+  changed.kv_token_ms = kv_token_ms;
+  options_ = Validated(changed);
+  if (live_) live_->SetKvTokenMs(kv_token_ms);
+}
+
 double Scheduler::CostScale(const InstanceId& instance_id) const {
   return live_ ? live_->CostScale(instance_id) : 1.0;
 }

@@ -108,15 +108,19 @@ void SimulatedInstance::GatherPrefills() {
   }
   if (preempted_ && !running_.empty()) return;
   std::int64_t free_kv = FreeKv();
+  // The decodes that there are once all prefill is done: one that ends in its prompt becomes none.
   BatchShape decodes = shape_;
-  decodes.decodes += static_cast<std::int64_t>(work_.size());
-  for (const PrefillWork& work : work_)
-    decodes.decode_context_tokens += work.context_tokens + work.tokens;
+  for (const std::size_t i : work_of_) {
+    if (!running_[i].becomes_decode()) continue;
+    ++decodes.decodes;
+    decodes.decode_context_tokens += running_[i].known;
+  }
   std::size_t seats = static_cast<std::size_t>(options_.max_running) -
                       std::min(running_.size(), static_cast<std::size_t>(options_.max_running));
   for (const SimulatedSequence& sequence : waiting_) {
     if (tokens >= options_.max_step_tokens || seats == 0 || free_kv < sequence.known) return;
-    if (options_.batching == Batching::kSlo && decodes.decodes > 0 &&
+    const bool decodes_later = sequence.becomes_decode();
+    if (options_.batching == Batching::kSlo && decodes_later && decodes.decodes > 0 &&
         !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * options_.margin)) {
       return;
     }
@@ -124,8 +128,10 @@ void SimulatedInstance::GatherPrefills() {
     work_.push_back({left, sequence.computed});
     tokens += left;
     free_kv -= sequence.known;
-    ++decodes.decodes;
-    decodes.decode_context_tokens += sequence.known;
+    if (decodes_later) {
+      ++decodes.decodes;
+      decodes.decode_context_tokens += sequence.known;
+    }
     --seats;
   }
 }

@@ -118,7 +118,7 @@ class Simulation {
       spec.prompt_tokens = request.prompt_tokens;
       spec.max_output_tokens = std::max(request.output_tokens, request.expected_output_tokens);
       spec.expected_output_tokens = request.expected_output_tokens;
-      spec.slo.tbt_ms = options_.tbt_slo_ms;
+      spec.slo = {options_.ttft_slo_ms, options_.tbt_slo_ms};
       const auto placement = scheduler_.Place(spec, now_ms_);
       if (!placement) throw std::logic_error("a fleet without instances");
       at = index_.at(placement->alpha.instance_id);
@@ -306,6 +306,8 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
       "kv_block_tokens is " + std::to_string(options.kv_block_tokens) + "; it must be at least 1");
   Check(options.report_every_ms > 0.0,
         "report_every_ms is " + std::to_string(options.report_every_ms) + "; it must be above 0");
+  Check(options.ttft_slo_ms > 0.0,
+        "ttft_slo_ms is " + std::to_string(options.ttft_slo_ms) + "; it must be above 0");
   Check(options.step_sigma >= 0.0 && std::isfinite(options.step_sigma),
         "step_sigma is " + std::to_string(options.step_sigma) + "; it must not be negative");
   double before_ms = 0.0;

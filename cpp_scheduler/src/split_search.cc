@@ -13,7 +13,16 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr std::size_t kMostShortlisted = 8;  // instances per side of a cut
-constexpr double kMostPressure = 0.8;  // beyond, a queue would take for ever to be empty again
+constexpr std::size_t kKeptPairs = 6;
+constexpr int kUsualCharts = 2;          // pairs whose steps are looked at,
+constexpr int kMostCharts = 4;           // and where none of them is of use
+constexpr double kWorthCharting = 1.25;  // of the best so far
+constexpr double kBeatTolerance = 1e-6;  // of a step
+constexpr double kLeastBeat =
+    1.0 / 16.0;                          // of alpha's step: shorter ones of beta make no difference
+constexpr double kWaitsForASeat = 1.2;   // steps: for less, it waits for the one that runs
+constexpr double kWorthProbing = 0.998;  // of the best so far
+constexpr double kMostPressure = 0.8;    // beyond, a queue would take for ever to be empty again
 
 VirtualRequest AlphaOf(const SearchRequest& request, std::int64_t split_token,
                        std::int64_t cached_tokens, double now_ms) {
@@ -35,7 +44,8 @@ VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
 struct SplitSearch::Sketch {
   std::size_t index = 0;
   bool keeps_free = false;
-  double queue_ms = 0.0;       // until a newcomer's prefill could begin
+  double queue_ms = 0.0;       // until the prefills are done that are there
+  double begins_ms = 0.0;      // until a newcomer would begin, as far as is known
   double full_step_ms = 0.0;   // a step with as much prefill as pays
   double empty_step_ms = 0.0;  // one with a single token of it
   double full_step_tokens = 1.0;
@@ -43,6 +53,7 @@ struct SplitSearch::Sketch {
   double limit_ms = 0.0;        // of a step with decodes; 0: none
   double room_tokens = 0.0;     // of KV, at the likely ends of all its requests
   std::int64_t cached_tokens = 0;
+  std::optional<StepRow> row;  // of steps beside its decodes
 
   double PrefillMs(double tokens) const {
     if (tokens <= 0.0) return 0.0;
@@ -54,25 +65,43 @@ struct SplitSearch::Sketch {
     return steps * full_step_ms + last_ms;
   }
   double TokenMs() const { return full_step_ms / full_step_tokens; }
+  double PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
+                      std::int64_t context_tokens) const;
 };
 
 SplitSearch::SplitSearch() = default;
 SplitSearch::~SplitSearch() = default;
 SplitSearch::SplitSearch(SplitSearch&&) noexcept = default;
 
+// What a cached token saves on an instance without decodes; 0 where nothing is cached.
+double SplitSearch::CachedTokenMs(std::span<const SearchInstance> instances,
+                                  const SearchRequest& request) {
+  const auto has_some = [](const SearchInstance& instance) { return instance.cached_tokens > 0; };
+  const auto found = std::find_if(instances.begin(), instances.end(), has_some);
+  if (found == instances.end()) return 0.0;
+  ExecutionPredictor& predictor = *found->predictor;
+  const PrefillBudget budget = predictor.BudgetBeside({}, {request.prompt_tokens, 0});
+  if (budget.tokens == 0) return 0.0;
+  return predictor.cost_scale() * budget.step_ms / static_cast<double>(budget.tokens);
+}
+
 void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const SearchRequest& request,
                             double now_ms) {
-  // Of many instances, those of the shortest queues on either side of a cut.
+  // Of many instances, those of the shortest queues on either side of a cut; what one has cached of
+  // the prompt is as good as a shorter queue.
   ranked_.clear();
+  const double token_ms = CachedTokenMs(instances, request);
   for (std::size_t i = 0; i < instances.size(); ++i) {
-    ranked_.push_back({instances[i].predictor->PrefillFreeMs(now_ms) - now_ms, i});
+    const double queue_ms = instances[i].predictor->PrefillFreeMs(now_ms) - now_ms;
+    const double cached_ms = token_ms * static_cast<double>(instances[i].cached_tokens);
+    ranked_.push_back({queue_ms, queue_ms - cached_ms, i});
   }
   const auto shorter = [&](bool keeps_free) {
     return [&instances, keeps_free](const Ranked& a, const Ranked& b) {
       const bool first = instances[a.index].keeps_free == keeps_free;
       const bool second = instances[b.index].keeps_free == keeps_free;
       if (first != second) return first;
-      return a.queue_ms != b.queue_ms ? a.queue_ms < b.queue_ms : a.index < b.index;
+      return a.rank_ms != b.rank_ms ? a.rank_ms < b.rank_ms : a.index < b.index;
     };
   };
   std::size_t taken = ranked_.size();
@@ -91,7 +120,8 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     const ExecutionPredictor::Load load = predictor.LoadThen(now_ms);
     const double scale = predictor.cost_scale();
     const StepRow row = predictor.table().RowOf(load.decodes, load.decode_context_tokens);
-    const PrefillBudget budget = predictor.BudgetBeside(load, {request.prompt_tokens, 0});
+    const PrefillBudget budget =
+        predictor.BudgetBeside(load, {request.prompt_tokens + load.prefill_tokens, 0});
     Sketch sketch;
     sketch.index = ranked_[k].index;
     sketch.keeps_free = instance.keeps_free;
@@ -104,6 +134,11 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
                     {0, 0.0, load.decodes + 1, load.decode_context_tokens + request.prompt_tokens});
     sketch.limit_ms = std::isfinite(limits.step_ms) ? limits.step_ms : 0.0;
     sketch.room_tokens = static_cast<double>(limits.kv_tokens - instance.promised_tokens);
+    sketch.row = row;
+    const double ahead_steps =
+        std::floor(static_cast<double>(load.prefill_tokens) / sketch.full_step_tokens);
+    sketch.begins_ms = std::max(sketch.queue_ms + ahead_steps * sketch.full_step_ms,
+                                predictor.AdmittedMs(now_ms, request.prompt_tokens) - now_ms);
     sketch.cached_tokens = std::min(instance.cached_tokens, request.prompt_tokens - 1);
     sketches_.push_back(sketch);
   }
@@ -142,8 +177,8 @@ double SplitSearch::GuessWhole(const Sketch& sketch, const SearchRequest& reques
   const double work_ms =
       sketch.PrefillMs(static_cast<double>(request.prompt_tokens - sketch.cached_tokens));
   Outcome outcome = Priced(sketch, request, options);
-  outcome.ttft_ms = sketch.queue_ms + work_ms;
-  outcome.others_wait_ms = OthersWaitMs(sketch.queue_ms, work_ms, options.arrivals_per_ms);
+  outcome.ttft_ms = sketch.begins_ms + work_ms;
+  outcome.others_wait_ms = OthersWaitMs(sketch.begins_ms, work_ms, options.arrivals_per_ms);
   return ObjectiveMs(outcome, request.slo);
 }
 
@@ -154,13 +189,20 @@ double SplitSearch::GuessCut(const Sketch& alpha, const Sketch& beta, std::int64
   const double alpha_ms = alpha.PrefillMs(split - cached);
   const double beta_ms = beta.PrefillMs(static_cast<double>(request.prompt_tokens - split_token));
   const double moved_ms = options.kv_token_ms * split;
-  const double ready_ms = alpha.queue_ms + std::max(alpha_ms, moved_ms) + options.hand_off_ms;
-  Outcome outcome = Priced(beta, request, options);
+  const double ready_ms = alpha.begins_ms + std::max(alpha_ms, moved_ms) + options.hand_off_ms;
   // A beta waits for the step that runs when it becomes ready: half a step on average.
-  const double start_ms = std::max(beta.queue_ms, ready_ms + 0.5 * beta.decode_step_ms);
-  outcome.ttft_ms = start_ms + beta_ms;
-  outcome.others_wait_ms = OthersWaitMs(alpha.queue_ms, alpha_ms, options.arrivals_per_ms) +
-                           OthersWaitMs(beta.queue_ms, beta_ms, options.arrivals_per_ms);
+  const double start_ms = std::max(beta.begins_ms, ready_ms + 0.5 * beta.decode_step_ms);
+  return PriceCut({alpha.begins_ms, alpha_ms, beta.queue_ms, beta_ms, start_ms + beta_ms}, beta,
+                  request, options);
+}
+
+double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
+                             const SearchRequest& request, const SearchOptions& options) const {
+  Outcome outcome = Priced(beta, request, options);
+  outcome.ttft_ms = times.ttft_ms;
+  outcome.others_wait_ms =
+      OthersWaitMs(times.alpha_queue_ms, times.alpha_ms, options.arrivals_per_ms) +
+      OthersWaitMs(times.beta_queue_ms, times.beta_ms, options.arrivals_per_ms);
   outcome.hand_off_ms = options.hand_off_price_ms + options.hand_off_price_share * outcome.ttft_ms;
   return ObjectiveMs(outcome, request.slo);
 }
@@ -183,6 +225,7 @@ Choice SplitSearch::ExactWhole(std::span<const SearchInstance> instances, std::s
   Choice choice;
   choice.alpha = index;
   choice.split_token = end;
+  choice.alpha_start_ms = forecast.start_ms;
   choice.outcome = Priced(sketch, request, options);
   choice.outcome.ttft_ms = forecast.prefill_end_ms - now_ms;
   choice.outcome.others_wait_ms =
@@ -219,6 +262,7 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
   choice.alpha = alpha;
   choice.beta = beta;
   choice.split_token = split_token;
+  choice.alpha_start_ms = computed.start_ms;
   choice.hand_off_ms = ready_ms;
   choice.beta_start_ms = continued.start_ms;
   choice.outcome = Priced(decoding, request, options);
@@ -258,10 +302,10 @@ Choice SplitSearch::Find(std::span<const SearchInstance> instances, const Search
 Choice SplitSearch::BestWhole(std::span<const SearchInstance> instances,
                               const SearchRequest& request, const SearchOptions& options,
                               double now_ms) {
-  std::array<std::pair<double, const Sketch*>, kWholeProbes> guesses;
+  std::array<std::pair<double, Sketch*>, kWholeProbes> guesses;
   guesses.fill({kNever, nullptr});
-  for (const Sketch& sketch : sketches_) {
-    std::pair<double, const Sketch*> guess{GuessWhole(sketch, request, options), &sketch};
+  for (Sketch& sketch : sketches_) {
+    std::pair<double, Sketch*> guess{GuessWhole(sketch, request, options), &sketch};
     for (auto& kept : guesses) {
       if (kept.second == nullptr || guess.first < kept.first) std::swap(kept, guess);
       if (guess.second == nullptr) break;
@@ -270,9 +314,11 @@ Choice SplitSearch::BestWhole(std::span<const SearchInstance> instances,
   Choice best;
   best.objective_ms = kNever;
   for (const auto& [guess_ms, sketch] : guesses) {
-    if (sketch == nullptr) break;
+    // The second one says in the record what the first one is better than.
+    if (sketch == nullptr || (tried_.size() > 1 && guess_ms >= best.objective_ms)) break;
     const Choice tried = ExactWhole(instances, sketch->index, *sketch, request, options, now_ms);
     Note(tried);
+    sketch->begins_ms = tried.alpha_start_ms - now_ms;
     if (tried.objective_ms < best.objective_ms) best = tried;
   }
   return best;
@@ -285,76 +331,207 @@ void SplitSearch::Note(const Choice& tried) {
 
 void SplitSearch::Refine(std::span<const SearchInstance> instances, const SearchRequest& request,
                          const SearchOptions& options, double now_ms, Choice& best, int& probes) {
-  const std::int64_t least = options.least_part_tokens;
-  const std::int64_t most = request.prompt_tokens - 1;
-  if (most < least) return;
-  struct Guess {
-    double objective_ms = kNever;
-    const Sketch* alpha = nullptr;
-    const Sketch* beta = nullptr;
-    std::int64_t split_token = 0;
-  };
-  constexpr std::size_t kKept = 3;
-  std::array<Guess, kKept> kept;
-  for (const Sketch& alpha : sketches_) {
-    for (const Sketch& beta : sketches_) {
-      if (alpha.index == beta.index) continue;
-      Guess guess{kNever, &alpha, &beta, most};
-      for (const std::int64_t token : CutsWorthTrying(alpha, beta, request, options)) {
-        const std::int64_t split = std::clamp(token, least, most);
-        const double guess_ms = GuessCut(alpha, beta, split, request, options);
-        if (guess_ms < guess.objective_ms) {
-          guess.objective_ms = guess_ms;
-          guess.split_token = split;
-        }
+  if (request.prompt_tokens - 1 < options.least_part_tokens) return;
+  ChartPairs(instances, request, options, now_ms, best.objective_ms, probes);
+  while (probes < kMostProbes) {
+    Draft* next = nullptr;
+    double next_ms = kWorthProbing * best.objective_ms;
+    for (Draft& draft : drafts_) {
+      if (draft.objective_ms < next_ms && !draft.is_probed) {
+        next = &draft;
+        next_ms = draft.objective_ms;
       }
-      for (Guess& one : kept) {
+    }
+    if (next == nullptr) break;
+    ++probes;
+    next->is_probed = true;
+    const Choice tried = ExactCut(instances, next->alpha->index, next->beta->index, *next->beta,
+                                  next->split_token, request, options, now_ms);
+    Note(tried);
+    if (tried.objective_ms < best.objective_ms) best = tried;
+  }
+}
+
+// Drafts the cuts of the pairs that are guessed to be the best.
+void SplitSearch::ChartPairs(std::span<const SearchInstance> instances,
+                             const SearchRequest& request, const SearchOptions& options,
+                             double now_ms, double best_ms, int& probes) {
+  std::array<PairGuess, kKeptPairs> kept;
+  for (Sketch& alpha : sketches_) {
+    for (Sketch& beta : sketches_) {
+      if (alpha.index == beta.index) continue;
+      PairGuess guess = GuessPair(alpha, beta, request, options);
+      for (PairGuess& one : kept) {
         if (guess.objective_ms < one.objective_ms) std::swap(one, guess);
       }
     }
   }
-  // Guesses err by steps that start late; a pair that is far behind is not worth a probe.
-  const Guess* chosen = nullptr;
-  Choice centre;
-  const auto probe = [&](const Guess& guess, std::int64_t split) {
-    split = std::clamp(split, least, most);
-    for (const Tried& one : tried_) {
-      if (one.alpha == guess.alpha->index && one.beta == guess.beta->index &&
-          one.split_token == split) {
-        return false;
+  drafts_.clear();
+  for (int charts = 0; charts < kMostCharts; ++charts) {
+    PairGuess* next = nullptr;
+    for (PairGuess& guess : kept) {
+      if (guess.alpha == nullptr) continue;
+      // What the chart of one pair has told of an instance holds for its other pairs.
+      if (charts > 0) guess = GuessPair(*guess.alpha, *guess.beta, request, options);
+      if (next == nullptr || guess.objective_ms < next->objective_ms) next = &guess;
+    }
+    if (next == nullptr || next->objective_ms > kWorthCharting * best_ms) return;
+    ++probes;
+    Chart(instances, *next->alpha, *next->beta, next->split_token, request, options, now_ms);
+    *next = {};
+    const auto is_better = [&](const Draft& draft) { return draft.objective_ms < best_ms; };
+    if (charts + 1 >= kUsualCharts && std::any_of(drafts_.begin(), drafts_.end(), is_better))
+      return;
+  }
+}
+
+// How long a step takes that computes only the first `tokens` of the `most` that one of `whole_ms`
+// does, after `context_tokens`.
+double SplitSearch::Sketch::PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
+                                         std::int64_t context_tokens) const {
+  const double part_ms = row->StepMs(tokens, PrefillPairs(tokens, context_tokens));
+  const double full_ms = row->StepMs(most, PrefillPairs(most, context_tokens));
+  return full_ms > 0.0 ? std::min(whole_ms, whole_ms * part_ms / full_ms) : whole_ms;
+}
+
+// A prefill's steps on one instance, as a prediction tells them; a shorter one has the same.
+struct SplitSearch::Prefilling {
+  const Sketch& sketch;
+  std::span<const PrefillStep> steps;
+  std::int64_t first_token;
+  double start_ms;
+
+  double TookMs(std::int64_t token) const {
+    const auto ends_before = [](const PrefillStep& step, std::int64_t t) {
+      return step.computed_tokens < t;
+    };
+    auto step = std::lower_bound(steps.begin(), steps.end(), token, ends_before);
+    if (step == steps.end()) --step;
+    const bool is_first = step == steps.begin();
+    const double began_ms = is_first ? start_ms : std::prev(step)->end_ms;
+    const std::int64_t began = is_first ? first_token : std::prev(step)->computed_tokens;
+    const std::int64_t until = std::clamp(token, began + 1, step->computed_tokens);
+    return began_ms - start_ms +
+           sketch.PartOfStepMs(step->end_ms - began_ms, until - began,
+                               step->computed_tokens - began, began);
+  }
+};
+
+// What the charts of both sides tell of a pair.
+struct SplitSearch::PairChart {
+  Prefilling alpha, beta;
+  double hand_off_ms, kv_token_ms;
+  double least_start_ms;  // of a beta: after its queue, and with a seat
+
+  double BeatMs() const { return beta.sketch.decode_step_ms; }
+  double ReadyMs(std::int64_t split) const {
+    const double moved_ms = kv_token_ms * static_cast<double>(split);
+    return alpha.start_ms + std::max(alpha.TookMs(split), moved_ms) + hand_off_ms;
+  }
+  // A beta that waits for no queue starts as the step ends that runs when it is ready: these follow
+  // each other from one that is known.
+  double StartMs(double ready_ms) const {
+    if (ready_ms <= least_start_ms || BeatMs() <= 0.0) return std::max(ready_ms, least_start_ms);
+    const double beats = std::ceil((ready_ms - beta.start_ms) / BeatMs() - kBeatTolerance);
+    return std::max(beta.start_ms + beats * BeatMs(), least_start_ms);
+  }
+};
+
+// One prediction of each side tells where its steps end: a cut just beyond such an end costs nearly
+// a whole step more, which is what the objective jumps by.  All such cuts are drafts.
+void SplitSearch::Chart(std::span<const SearchInstance> instances, Sketch& alpha, Sketch& beta,
+                        std::int64_t split_token, const SearchRequest& request,
+                        const SearchOptions& options, double now_ms) {
+  const std::int64_t most = request.prompt_tokens - 1;
+  const VirtualRequest first = AlphaOf(request, most, alpha.cached_tokens, now_ms);
+  const double alpha_start_ms =
+      instances[alpha.index].predictor->PredictPrefill(first, now_ms, alpha_steps_).start_ms;
+  if (alpha_steps_.empty()) return;
+  alpha.begins_ms = alpha_start_ms - now_ms;
+  PairChart chart{{alpha, alpha_steps_, first.context_tokens, alpha_start_ms},
+                  {beta, {}, split_token, 0.0},
+                  options.hand_off_ms,
+                  options.kv_token_ms,
+                  0.0};
+  const double ready_ms = chart.ReadyMs(split_token);
+  VirtualRequest rest = BetaOf(request, split_token, request.prompt_tokens + 1, ready_ms);
+  rest.prefill_tokens = request.prompt_tokens - options.least_part_tokens;  // as long as any may be
+  chart.beta.start_ms =
+      instances[beta.index].predictor->PredictPrefill(rest, now_ms, beta_steps_).start_ms;
+  if (beta_steps_.empty()) return;
+  chart.beta.steps = beta_steps_;
+  const double waited_ms = chart.beta.start_ms - std::max(ready_ms, now_ms + beta.begins_ms);
+  if (waited_ms > kWaitsForASeat * chart.BeatMs()) beta.begins_ms = chart.beta.start_ms - now_ms;
+  chart.least_start_ms = now_ms + beta.begins_ms;
+
+  const auto draft = [&](std::int64_t token) {
+    const std::int64_t split = std::clamp(token, options.least_part_tokens, most);
+    const double start_ms = chart.StartMs(chart.ReadyMs(split));
+    const double beta_ms = chart.beta.TookMs(split_token + request.prompt_tokens - split);
+    const double objective_ms = PriceCut({alpha.begins_ms, chart.alpha.TookMs(split), beta.queue_ms,
+                                          beta_ms, start_ms + beta_ms - now_ms},
+                                         beta, request, options);
+    const auto is_same = [&](const Draft& other) {
+      return other.split_token == split && other.alpha == &alpha && other.beta == &beta;
+    };
+    if (std::none_of(drafts_.begin(), drafts_.end(), is_same))
+      drafts_.push_back({objective_ms, &alpha, &beta, split, false});
+  };
+  draft(split_token);
+  draft(most);
+  DraftAlphaSteps(chart, draft);
+  for (const PrefillStep& step : beta_steps_) {
+    draft(request.prompt_tokens - (step.computed_tokens - split_token));
+  }
+}
+
+// At the ends of alpha's steps; and within them, just so many tokens that beta is ready for a step
+// of its own, not for the one after it.
+template <typename Drafted>
+void SplitSearch::DraftAlphaSteps(const PairChart& chart, Drafted draft) {
+  double began_ms = chart.alpha.start_ms;
+  std::int64_t began = chart.alpha.first_token;
+  for (const PrefillStep& step : chart.alpha.steps) {
+    const std::int64_t tokens = step.computed_tokens - began;
+    const double whole_ms = step.end_ms - began_ms;
+    const auto ready_with = [&](std::int64_t part) {
+      return began_ms + chart.hand_off_ms +
+             chart.alpha.sketch.PartOfStepMs(whole_ms, part, tokens, began);
+    };
+    const double beat_ms = chart.BeatMs();
+    if (beat_ms > kLeastBeat * whole_ms) {
+      const double beats = std::ceil((ready_with(1) - chart.beta.start_ms) / beat_ms);
+      const double last_ms = step.end_ms + chart.hand_off_ms;
+      double at_ms = chart.beta.start_ms + beats * beat_ms;
+      for (; at_ms < last_ms; at_ms += beat_ms) {
+        std::int64_t enough = 1, too_many = tokens;
+        while (too_many - enough > 1) {
+          const std::int64_t middle = enough + (too_many - enough) / 2;
+          (ready_with(middle) <= at_ms ? enough : too_many) = middle;
+        }
+        draft(began + enough);
       }
     }
-    ++probes;
-    const Choice tried = ExactCut(instances, guess.alpha->index, guess.beta->index, *guess.beta,
-                                  split, request, options, now_ms);
-    Note(tried);
-    if (tried.objective_ms < best.objective_ms) best = tried;
-    if (chosen != nullptr && tried.objective_ms >= centre.objective_ms) return false;
-    chosen = &guess;
-    centre = tried;
-    return true;
-  };
-  for (const Guess& guess : kept) {
-    if (guess.alpha == nullptr || guess.objective_ms > 1.25 * best.objective_ms) continue;
-    if (probes < kMostProbes / 2) probe(guess, guess.split_token);
+    draft(step.computed_tokens);
+    began_ms = step.end_ms;
+    began = step.computed_tokens;
   }
-  if (chosen == nullptr) return;
-  // While beta would wait for its own queue, alpha computes for nothing more.
-  while (probes < kMostProbes - 1) {
-    const double spare_ms =
-        centre.beta_start_ms - centre.hand_off_ms - chosen->beta->decode_step_ms;
-    const auto spare_tokens = static_cast<std::int64_t>(spare_ms / chosen->alpha->TokenMs());
-    if (spare_tokens < 1 || !probe(*chosen, centre.split_token + spare_tokens)) break;
+}
+
+SplitSearch::PairGuess SplitSearch::GuessPair(Sketch& alpha, Sketch& beta,
+                                              const SearchRequest& request,
+                                              const SearchOptions& options) const {
+  const std::int64_t most = request.prompt_tokens - 1;
+  PairGuess guess{kNever, &alpha, &beta, most};
+  for (const std::int64_t token : CutsWorthTrying(alpha, beta, request, options)) {
+    const std::int64_t split = std::clamp(token, options.least_part_tokens, most);
+    const double guess_ms = GuessCut(alpha, beta, split, request, options);
+    if (guess_ms < guess.objective_ms) {
+      guess.objective_ms = guess_ms;
+      guess.split_token = split;
+    }
   }
-  // Around the best cut: whole steps of either side are where the objective bends.
-  std::int64_t stride = std::max<std::int64_t>(
-      1, std::min(request.prompt_tokens / 4,
-                  static_cast<std::int64_t>(chosen->beta->full_step_tokens) / 2));
-  while (probes < kMostProbes && stride > 0) {
-    if (probe(*chosen, centre.split_token - stride)) continue;
-    if (probes < kMostProbes && probe(*chosen, centre.split_token + stride)) continue;
-    stride /= 2;
-  }
+  return guess;
 }
 
 std::array<std::int64_t, 5> SplitSearch::CutsWorthTrying(const Sketch& alpha, const Sketch& beta,
@@ -362,10 +539,11 @@ std::array<std::int64_t, 5> SplitSearch::CutsWorthTrying(const Sketch& alpha, co
                                                          const SearchOptions& options) const {
   const auto prompt = static_cast<double>(request.prompt_tokens);
   // Where both queues of prefill end together.
-  const double levelled = (beta.queue_ms - alpha.queue_ms + prompt * beta.TokenMs()) /
+  const double levelled = (beta.begins_ms - alpha.begins_ms + prompt * beta.TokenMs()) /
                           (alpha.TokenMs() + beta.TokenMs());
   // Where alpha is done just as beta's queue is.
-  const double seamless = (beta.queue_ms - alpha.queue_ms - options.hand_off_ms) / alpha.TokenMs();
+  const double seamless =
+      (beta.begins_ms - alpha.begins_ms - options.hand_off_ms) / alpha.TokenMs();
   // Where beta takes one cheap step, or one full one.
   const auto at = [](double tokens) {
     return static_cast<std::int64_t>(std::clamp(tokens, 0.0, 1e15));

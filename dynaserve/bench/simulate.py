@@ -121,6 +121,7 @@ def _simulate(fleet: Fleet, opts: ReplayOptions) -> tuple[list[TraceRequest], Si
         revises=fleet.revises,
         step_sigma=fleet.step_sigma,
         tbt_slo_ms=opts.slo.tbt_ms,
+        ttft_slo_ms=opts.slo.ttft_ms or math.inf,
         seed=opts.seed,
     )
     try:

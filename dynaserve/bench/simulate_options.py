@@ -23,7 +23,8 @@ sustained, as `dynaserve bench capacity` does, from --rate on.
 exhaustive, which is dynamic with every cut tried at each 16th token; dynamic:gather=K and exhaustive:gather=K, where K instances
 gather decodes whatever the fleet plan says; fixed:RATIO:one-way, where the first half of the instances begins all requests.
 
-Not modelled: prefix caches, the front-end's time.
+Not modelled: prefix caches, the front-end's time; of the local scheduler its order by TTFT SLO and overtaking, its ten seconds of
+patience and its adaptive margin: the simulator is first come, first served, with a fixed margin (by --step-sigma).
 
 exit status: 0 reported; 1 with --capacity, not even the least rate passed; 2 bad option."""
 
@@ -32,7 +33,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Raises ConfigError."""
     args = _parser().parse_args(arguments)
     # What a replay needs and a simulation has not.
-    args.url, args.model, args.api_key, args.extra_body = "http://simulated", None, None, {}
+    args.url, args.model, args.api_key, args.extra_body = ["http://simulated"], None, None, {}
     args.warmup, args.timeout_s, args.max_client_lag_ms, args.vocabulary = 0, 1.0, 1.0, range(1)
     return args
 

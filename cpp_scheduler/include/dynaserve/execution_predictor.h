@@ -81,6 +81,12 @@ struct Forecast {
 
 enum class Horizon { kPrefillEnd, kEnd };
 
+// A step that computed some of a request's prefill.
+struct PrefillStep {
+  double end_ms = 0.0;
+  std::int64_t computed_tokens = 0;  // of the request by then, with its context
+};
+
 class ExecutionPredictor {
  public:
   // table must outlive the predictor; it may learn meanwhile, but not be restored.  Throws
@@ -92,6 +98,10 @@ class ExecutionPredictor {
   // `horizon`.
   // Throws std::invalid_argument for a request without tokens, or with a negative count.
   Forecast Predict(const VirtualRequest& newcomer, double now_ms, Horizon horizon);
+
+  // The same as far as its prefill goes; `steps` gets those that compute some of it.
+  Forecast PredictPrefill(const VirtualRequest& newcomer, double now_ms,
+                          std::vector<PrefillStep>& steps);
 
   // When everything would have ended; nullptr: without a newcomer.  Throws as Predict().
   double PredictDrainMs(const VirtualRequest* newcomer, double now_ms);
@@ -133,11 +143,18 @@ class ExecutionPredictor {
   // When the first prefill token of a request that came now could be computed, at the earliest.
   double PrefillFreeMs(double now_ms);
 
-  // At that time: decodes that run, their context, and the KV of all that runs.
+  // When one that holds so many tokens of KV would be admitted: not before a decode ends where it
+  // finds no seat, no memory, or its own decode no room in a step.  Nobody but the next one to end
+  // is looked at.
+  double AdmittedMs(double now_ms, std::int64_t context_tokens);
+
+  // When the prefills before a newcomer are done: decodes that run, their context, and the KV of
+  // all that runs.
   struct Load {
     std::int64_t decodes = 0;
     std::int64_t decode_context_tokens = 0;
     std::int64_t kv_tokens = 0;
+    std::int64_t prefill_tokens = 0;  // that come before those of a newcomer
   };
   Load LoadThen(double now_ms);
 
@@ -250,6 +267,7 @@ class ExecutionPredictor {
   // Of the run under way.
   std::uint64_t watched_ = kNobody;
   Forecast watched_forecast_;
+  std::vector<PrefillStep>* watched_steps_ = nullptr;
   double last_step_ms_ = 0.0;
 };
 

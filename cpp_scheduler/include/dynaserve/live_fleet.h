@@ -37,8 +37,12 @@ class LiveFleet {
   void Observe(const InstanceState& instance);
   void Remove(const InstanceId& instance_id);
 
-  // Predicts by this table from now on.  What steps cost on each instance beside it is learnt anew.
+  // Predicts by this table from now on.  Of what steps cost on each instance beside it, the part
+  // that all have in common is taken to be in the table.
   void Learn(const ProfileTable& table, double now_ms);
+
+  // What it takes to move the KV of a token, as transfers told.
+  void SetKvTokenMs(double kv_token_ms) { options_.kv_token_ms = kv_token_ms; }
 
   // What comes lately to this front-end, cut by hand or not, is what plans and prices go by.
   void CountArrival(const RequestSpec& request, double now_ms);
@@ -102,6 +106,7 @@ class LiveFleet {
     std::int64_t promised_tokens = 0;  // others' included
     std::int64_t others_promised = 0;
     double log_scale = 0.0;
+    bool has_told_steps = false;
   };
   struct Part {
     InstanceId instance_id;
@@ -135,7 +140,7 @@ class LiveFleet {
   void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
                  const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
 
-  const Options options_;
+  Options options_;                            // but for kv_token_ms constant after construction
   std::unique_ptr<const ProfileTable> table_;  // predictors refer to it
 
   std::map<InstanceId, Instance> instances_;

@@ -102,6 +102,7 @@ class ProfileTable {
   double RowMs(std::size_t token_bin, const Cell& cell) const;
   Cell Locate(const BatchShape& shape) const;
   double UnscaledMs(const BatchShape& shape, const Cell& cell) const;
+  double NotFarFromRead(std::size_t bin, double log_ratio) const;
   void Learn(std::size_t bin, double log_ratio);
   void MakeMonotonic() const;
 

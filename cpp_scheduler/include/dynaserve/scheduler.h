@@ -78,6 +78,10 @@ class Scheduler {
   void ObserveStep(const InstanceId& instance_id, const BatchShape& shape, double measured_ms,
                    double now_ms);
 
+  // Replaces Options::kv_token_ms.  Throws std::invalid_argument unless it is finite and not
+  // negative.
+  void SetKvTokenMs(double kv_token_ms);
+
   // Latency of the instance's steps over the table's, as they were observed; 1 if none was.
   double CostScale(const InstanceId& instance_id) const;
 
@@ -89,8 +93,7 @@ class Scheduler {
   void CheckInvariants() const;
 
  private:
-  // Constant after construction.
-  const Options options_;
+  Options options_;  // but for kv_token_ms constant after construction
 
   FleetState fleet_;
   std::optional<LiveFleet> live_;  // of policies that predict, once there is a table

@@ -54,6 +54,7 @@ struct SimulatedSequence {
 
   std::int64_t missing() const { return known - computed; }
   bool decodes() const { return known > prompt && missing() == 1; }
+  bool becomes_decode() const { return end > prompt; }
 };
 
 // What became of a sequence in a step.

@@ -45,7 +45,9 @@ struct SimulationOptions {
   double report_every_ms = 200.0;     // infinity: never
   bool revises = true;                // false: a hand-off stays where it was placed
   double step_sigma = 0.0;            // of the logarithm of a step's latency
-  double tbt_slo_ms = std::numeric_limits<double>::infinity();  // what a late gap is
+  // What a late gap is, and what requests ask for; the latter also of their first tokens.
+  double tbt_slo_ms = std::numeric_limits<double>::infinity();
+  double ttft_slo_ms = std::numeric_limits<double>::infinity();
   std::uint64_t seed = 1;
 };
 

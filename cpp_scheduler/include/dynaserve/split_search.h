@@ -1,11 +1,12 @@
 // The choice for one request: whole on which instance, or cut where between which two.
 //
-// Closed forms of the objective shortlist the candidates, at most kMostProbes exact predictions of
-// cuts and kWholeProbes of whole runs decide.  Nothing is reserved.
+// Closed forms of the objective shortlist the candidates, at most kMostProbes charts of pairs and
+// exact predictions of cuts, and kWholeProbes of whole runs, decide.  Nothing is reserved.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <vector>
@@ -41,7 +42,7 @@ struct SearchOptions {
   double hand_off_price_ms = 20.0;     // what a cut has to gain, and this share of its TTFT:
   double hand_off_price_share = 0.05;  // predictions err
   std::int64_t least_part_tokens = 16;
-  std::int64_t least_cut_prompt_tokens = 64;  // shorter prompts run whole
+  std::int64_t least_cut_prompt_tokens = 32;  // shorter prompts run whole
   double arrivals_per_ms = 0.0;               // per instance
   double lost_share = 0.0;                    // FleetPlan::lost_share
   double prefill_pressure = 0.0;  // share of its time that the fleet prefills, in [0, 1]
@@ -67,7 +68,8 @@ struct Choice {
   Outcome outcome;
   double objective_ms = 0.0;
   double whole_objective_ms = 0.0;  // of the best whole run that was tried
-  double hand_off_ms = 0.0;         // absolute time at which beta is ready,
+  double alpha_start_ms = 0.0;      // absolute time at which alpha starts,
+  double hand_off_ms = 0.0;         // at which beta is ready,
   double beta_start_ms = 0.0;       // and at which it starts
   int probes = 0;
 
@@ -102,11 +104,33 @@ class SplitSearch {
 
  private:
   struct Sketch;
+  struct Prefilling;
+  struct PairChart;
+  // A cut as a chart of its pair's steps tells it.
+  struct Draft {
+    double objective_ms;
+    const Sketch* alpha;
+    const Sketch* beta;
+    std::int64_t split_token;
+    bool is_probed;
+  };
+  struct PairGuess {
+    double objective_ms = std::numeric_limits<double>::infinity();
+    Sketch* alpha = nullptr;
+    Sketch* beta = nullptr;
+    std::int64_t split_token = 0;
+  };
+  struct CutTimes {
+    double alpha_queue_ms, alpha_ms, beta_queue_ms, beta_ms, ttft_ms;
+  };
   struct Ranked {
     double queue_ms;
+    double rank_ms;
     std::size_t index;
   };
 
+  static double CachedTokenMs(std::span<const SearchInstance> instances,
+                              const SearchRequest& request);
   void SketchAll(std::span<const SearchInstance> instances, const SearchRequest& request,
                  double now_ms);
   Outcome Priced(const Sketch& decoding, const SearchRequest& request,
@@ -115,6 +139,17 @@ class SplitSearch {
                     const SearchOptions& options) const;
   double GuessCut(const Sketch& alpha, const Sketch& beta, std::int64_t split_token,
                   const SearchRequest& request, const SearchOptions& options) const;
+  double PriceCut(const CutTimes& times, const Sketch& beta, const SearchRequest& request,
+                  const SearchOptions& options) const;
+  void Chart(std::span<const SearchInstance> instances, Sketch& alpha, Sketch& beta,
+             std::int64_t split_token, const SearchRequest& request, const SearchOptions& options,
+             double now_ms);
+  template <typename Drafted>
+  static void DraftAlphaSteps(const PairChart& chart, Drafted draft);
+  void ChartPairs(std::span<const SearchInstance> instances, const SearchRequest& request,
+                  const SearchOptions& options, double now_ms, double best_ms, int& probes);
+  PairGuess GuessPair(Sketch& alpha, Sketch& beta, const SearchRequest& request,
+                      const SearchOptions& options) const;
   std::array<std::int64_t, 5> CutsWorthTrying(const Sketch& alpha, const Sketch& beta,
                                               const SearchRequest& request,
                                               const SearchOptions& options) const;
@@ -134,6 +169,8 @@ class SplitSearch {
   std::vector<Ranked> ranked_;
   std::vector<Sketch> sketches_;
   std::vector<Tried> tried_;
+  std::vector<Draft> drafts_;
+  std::vector<PrefillStep> alpha_steps_, beta_steps_;
 };
 
 }  // namespace dynaserve
