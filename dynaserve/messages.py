@@ -12,10 +12,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.kv_transfer.wire import TransferId
+from dynaserve.kv_transfer.transport import Name, WorkerEndpoint
+from dynaserve.kv_transfer.wire import Reason, TransferId, cut_reason
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 9
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -28,8 +28,13 @@ LONGEST_REQUEST_ID = 256
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=2 * LONGEST_REQUEST_ID)]
 Tokens = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 31)]
+StepTokens = Annotated[int, Meta(ge=0, lt=1 << 24)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""No NaN: it is not in the range."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 31)]], Meta(max_length=1 << 24)]
-Name = Annotated[str, Meta(max_length=4096)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -114,7 +119,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Stop these requests and free what they hold."""
 
-    request_ids: list[RequestId]
+    request_ids: Annotated[list[RequestId], Meta(max_length=1 << 20)]
 
 
 class AddLora(msgspec.Struct, frozen=True, tag=True):
@@ -137,38 +142,47 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     """Blocks are reserved for the first `granted_tokens` tokens; `cached_tokens` of them come from the instance's own prefix
     cache and will not be sent. Said again when the reservation has grown."""
 
-    request_id: str
-    cached_tokens: int
-    granted_tokens: int = 0
+    request_id: RequestId
+    cached_tokens: Tokens
+    granted_tokens: Tokens = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The request, or the reservation of its blocks, is not taken; nothing is held for it."""
 
-    request_id: str
-    reason: str
+    request_id: RequestId
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        cut_reason(self)
 
 
 class Revoked(msgspec.Struct, frozen=True, tag=True):
     """The reservation is taken back, or cannot hold what the alpha has computed; `Ended` follows when its blocks are free."""
 
-    request_id: str
-    reason: str
+    request_id: RequestId
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        cut_reason(self)
 
 
 class Lifted(msgspec.Struct, frozen=True, tag=True):
     """The alpha has stood at its hand-off point for too long, or too many do: the instance goes on with it alone."""
 
-    request_id: str
-    reason: str
+    request_id: RequestId
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        cut_reason(self)
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True):
     """The alpha stands at its hand-off point with all its blocks; `cached_tokens` came from its prefix cache."""
 
-    request_id: str
-    computed_tokens: int
-    cached_tokens: int = 0
+    request_id: RequestId
+    computed_tokens: Tokens
+    cached_tokens: Tokens = 0
 
 
 class Resumed(msgspec.Struct, frozen=True, tag=True):
@@ -177,20 +191,20 @@ class Resumed(msgspec.Struct, frozen=True, tag=True):
     step_rest_ms: how long `Continue` waited for the end of the step that was running.
     """
 
-    request_id: str
-    step_rest_ms: float = 0.0
+    request_id: RequestId
+    step_rest_ms: Milliseconds = 0.0
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
     """KV blocks left (`kind="sent"`) or arrived (`kind="received"`); see `kv_transfer.agent.TransferReport`."""
 
-    request_id: str
-    kind: str
-    blocks: int
-    bytes: int
+    request_id: RequestId
+    kind: Name
+    blocks: Count
+    bytes: Count
     before_end: bool
-    age_ms: float
-    took_ms: float = 0.0
+    age_ms: Milliseconds
+    took_ms: Milliseconds = 0.0
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -199,9 +213,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     computed_tokens: run through the model here, repeats included. cached_tokens: taken from the local prefix cache.
     """
 
-    request_id: str
-    computed_tokens: int
-    cached_tokens: int
+    request_id: RequestId
+    computed_tokens: Count
+    cached_tokens: Count
 
 
 Event = Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended
@@ -210,20 +224,24 @@ Event = Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended
 class MeasuredStep(msgspec.Struct, frozen=True, array_like=True):
     """What an engine step computed (`BatchShape` of `cost_model.h`) and how long it took."""
 
-    prefill_tokens: int
-    prefill_pairs: float
-    decodes: int
-    decode_context_tokens: int
-    measured_ms: float
+    prefill_tokens: StepTokens
+    prefill_pairs: Annotated[float, Meta(ge=0.0, le=1e18)]
+    decodes: StepTokens
+    decode_context_tokens: Count
+    measured_ms: Annotated[float, Meta(gt=0.0, le=1e12)]
+
+    def __post_init__(self) -> None:
+        if self.prefill_tokens + self.decodes < 1:
+            raise ValueError("a step has tokens")
 
 
 class Load(msgspec.Struct, frozen=True):
     """How busy an instance is, as its scheduler counts. steps: measured since the last load that had any; each is told once."""
 
-    running_requests: int
-    waiting_requests: int
-    kv_cache_usage: float
-    steps: list[MeasuredStep] = []
+    running_requests: Count
+    waiting_requests: Count
+    kv_cache_usage: Annotated[float, Meta(ge=0.0, le=1.0)]
+    steps: Annotated[list[MeasuredStep], Meta(max_length=1 << 20)] = []
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -232,15 +250,24 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     sent_at_s: monotonic clock of the instance, seconds, to translate the engine's timestamps.
     """
 
-    events: list[Event]
+    events: Annotated[list[Event], Meta(max_length=1 << 20)]
     load: Load | None
-    sent_at_s: float
+    sent_at_s: Seconds
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Answer to `Hello`: the front-end's messages will be obeyed. instance_epoch: new at every start of the instance."""
 
-    instance_epoch: str
+    instance_epoch: Name
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What an instance keeps for others: alphas that stand at their hand-off points, blocks that are granted to betas, and those of betas
+    that are over, which a sender may still write to."""
+
+    parked: Count = 0
+    reserved_blocks: Count = 0
+    quarantined_blocks: Count = 0
 
 
 class Pulse(msgspec.Struct, frozen=True):
@@ -250,10 +277,11 @@ class Pulse(msgspec.Struct, frozen=True):
     step_predicted_ms: how long it is expected to take, where a latency profile knows.
     """
 
-    number: int
-    step: int = 0
-    step_running_s: float | None = None
-    step_predicted_ms: float | None = None
+    number: Count
+    step: Count = 0
+    step_running_s: Seconds | None = None
+    step_predicted_ms: Milliseconds | None = None
+    holding: Holding = Holding()
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True):
@@ -287,7 +315,10 @@ class LoraAdded(msgspec.Struct, frozen=True, tag=True):
     """error: why the adapter is not loaded; None: it is."""
 
     lora_int_id: int
-    error: str | None
+    error: Reason | None
+
+    def __post_init__(self) -> None:
+        cut_reason(self, "error")
 
 
 FromInstance = Step | Welcome | Beat | Dropped | LoraAdded
@@ -297,35 +328,38 @@ class WorkerDescription(msgspec.Struct, frozen=True):
     """One worker process. kv_layout: what must be equal for two workers to exchange raw blocks."""
 
     endpoint: WorkerEndpoint
-    kv_layout: str
-    block_bytes: int
+    kv_layout: Name
+    block_bytes: Size
 
 
 class InstanceDescription(msgspec.Struct, frozen=True):
     """What `GET /dynaserve/instance` tells; a front-end compares it with the other instances and with itself."""
 
     protocol_version: int
-    instance_epoch: str
-    gateway: str
-    model: str
-    served_model_names: list[str]
-    vllm_version: str
-    dtype: str
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_blocks: int
+    instance_epoch: Name
+    gateway: Name
+    model: Name
+    served_model_names: Annotated[list[Name], Meta(max_length=4096)]
+    vllm_version: Name
+    dtype: Name
+    block_size: Size
+    max_model_len: Size
+    max_num_seqs: Size
+    max_num_batched_tokens: Size
+    num_blocks: Size
     prefix_caching: bool
-    tensor_parallel_size: int
-    device: str
-    parallelism: str
+    tensor_parallel_size: Size
+    device: Name
+    parallelism: Name
     """device, parallelism: as in its latency profile (`dynaserve.latency_profile.ProfileKey`)."""
-    batching: str
-    """slo: it tells how long its steps took (`Load.steps`); vllm: it does not."""
-    cut_obstacle: str | None
+    tbt_slo_ms: Annotated[float, Meta(gt=0.0, le=1e12)] | None
+    """What the steps of its SLO-aware batches stay within, and it tells how long they took (`Load.steps`). None: its batches are
+    vLLM's own, and it does not."""
+    min_prefill_tokens: Tokens
+    """Of a step with SLO-aware batches, however late it is."""
+    cut_obstacle: Name | None
     """Why no request can be cut on this instance (speculative decoding, several KV groups ...); None: it can."""
-    workers: list[WorkerDescription]
+    workers: Annotated[list[WorkerDescription], Meta(max_length=4096)]
     secured: bool = False
     """Its sockets hear only who has the fleet secret."""
     stock: bool = False

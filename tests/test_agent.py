@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ import zmq
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.agent import Agent, Results
+from dynaserve.kv_transfer.control_plane import ControlPlane
 from dynaserve.kv_transfer.mooncake_transport import MooncakeTransport
 from dynaserve.kv_transfer.transport import KvLayers, Transport, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Revoke
+from tests.cut_sockets import cut_port
 
 torch = pytest.importorskip("torch")
 
@@ -102,6 +105,7 @@ def test_chunks_arrive_while_others_are_still_computed(nodes: tuple[Node, Node])
     until(lambda: sum(r.blocks for r in b.poll().reports) == 2)
     assert b.block(10) == a.block(1)
     assert not b.seen.received
+    until(lambda: sum(r.blocks for r in a.poll().reports if r.kind == "sent") == 2)
     a.agent.submit(tx.Ready("t", 2, (3,), final=True))
     until(lambda: b.poll().received == ["t"])
     assert [b.block(i) for i in (10, 11, 12)] == [a.block(i) for i in (1, 2, 3)]
@@ -147,6 +151,29 @@ def test_transfers_in_both_directions_at_once(nodes: tuple[Node, Node]) -> None:
         source.agent.submit(tx.Stop(transfer))
 
 
+def test_transfers_end_though_their_control_connections_are_cut(nodes: tuple[Node, Node]) -> None:
+    rng = random.Random(6)
+    a, b = nodes
+    ports = [int(node.agent.endpoint.control.rpartition(":")[2]) for node in nodes]
+    cancelled = {f"t{i}" for i in range(2, 40, 3)}
+    for i in range(40):
+        transfer = f"t{i}"
+        b.agent.submit(rx.Expect(transfer, a.agent.endpoint, "torch", 0, (64 + i,)))
+        b.agent.submit(rx.Cancel(transfer) if transfer in cancelled else rx.Complete(transfer, 1))
+        a.agent.submit(tx.Ready(transfer, 0, (i,), final=True))
+        if i % 4 == 0:
+            cut_port(os.getpid(), rng.choice(ports))
+            time.sleep(0.05 * rng.random())
+    until(lambda: {f"t{i}" for i in range(40)} == set(b.poll().received))
+    for i in range(40):
+        a.agent.submit(tx.Stop(f"t{i}"))
+        if f"t{i}" not in cancelled:
+            assert b.block(64 + i) == a.block(i)
+        if i % 4 == 0:
+            cut_port(os.getpid(), rng.choice(ports))
+    until(lambda: {f"t{i}" for i in range(40)} == set(a.poll().sending_stopped))
+
+
 def test_retract_returns_when_nothing_is_read_any_more(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     a.agent.submit(tx.Ready("t", 0, (1, 2, 3), final=False))
@@ -173,7 +200,7 @@ def test_a_cancelled_transfer_is_reported_once_the_sender_has_stopped(nodes: tup
 
 def test_malformed_control_messages_are_dropped_and_counted(nodes: tuple[Node, Node]) -> None:
     a, _ = nodes
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
         socket.connect(a.agent.endpoint.control)
         for frame in (b"", b"\xc1", b"\x80" * 1000):
@@ -184,11 +211,10 @@ def test_malformed_control_messages_are_dropped_and_counted(nodes: tuple[Node, N
 def test_a_peer_with_an_impossible_address_is_counted_and_disturbs_nobody(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     stranger = WorkerEndpoint("stranger", "no address", {})
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        socket.linger = 1000
-        socket.connect(a.agent.endpoint.control)
-        socket.send(msgspec.msgpack.encode(Revoke("t", stranger)))
-        until(lambda: a.agent.dropped_messages == 1)
+    context = zmq.Context()
+    ControlPlane(context, "stranger", "127.0.0.1", None).send(a.agent.endpoint, Revoke("t", stranger))
+    until(lambda: a.agent.dropped_messages == 1)
+    context.destroy(linger=0)
     expect(b, a, "u", (10,))
     a.agent.submit(tx.Ready("u", 0, (1,), final=True))
     until(lambda: b.poll().received == ["u"])
@@ -210,3 +236,18 @@ def test_blocks_of_a_one_sided_push_that_failed_come_back_after_a_quarantine() -
     until(lambda: a.poll().sending_stopped == ["t"])
     for node in (a, b):
         node.agent.close()
+
+
+def test_a_push_whose_fence_fails_takes_no_later_one_with_it(nodes: tuple[Node, Node]) -> None:
+    a, b = nodes
+
+    def fence() -> None:
+        raise RuntimeError("the device has gone")
+
+    for name, target, wait in (("t1", 10, None), ("t2", 11, fence), ("t3", 12, None)):
+        expect(b, a, name, (target,))
+        a.agent.submit(tx.Ready(name, 0, (1,), final=True, fence=wait))
+        until(lambda name=name: name in b.poll().received)  # type: ignore[misc]
+        a.agent.submit(tx.Stop(name))
+    assert b.seen.lost_blocks == [11]
+    assert b.block(12) == b.block(10) == a.block(1)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
-from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.kv_transfer.transport import PushNumber, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Revoke
 
 A = WorkerEndpoint("a", "tcp://a", {"two": "", "one": ""})
 B = WorkerEndpoint("b", "tcp://b", {"two": "", "one": ""})
 ONE_SIDED = frozenset({"one"})
+FIRST = PushNumber(1, 0)
 
 
 def grant(first: int = 0, blocks: tuple[int, ...] = (10, 11, 12), transport: str = "two") -> Grant:
@@ -46,7 +47,7 @@ def pushes(instructions: list[tx.Instruction]) -> list[tx.Push]:
 def test_blocks_leave_once_they_are_ready_and_granted(sender: tx.Sender) -> None:
     assert sender.handle(tx.Ready("t", 0, (5, 6), final=False)) == []
     tell, push = sender.handle(grant())
-    assert tell == tx.Tell(B, Blocks("t", "a", "two", [0, 1]))
+    assert tell == tx.Tell(B, Blocks("t", "a", "two", [0, 1], FIRST))
     assert isinstance(push, tx.Push)
     assert (push.local_blocks, push.remote_blocks) == ((5, 6), (10, 11))
 
@@ -55,6 +56,25 @@ def test_blocks_that_the_receiver_has_cached_are_not_sent(sender: tx.Sender) -> 
     sender.handle(tx.Ready("t", 0, (5, 6, 7), final=True))
     (push,) = pushes(sender.handle(grant(first=2, blocks=(12,))))
     assert (push.indexes, push.local_blocks, push.remote_blocks) == ((2,), (7,), (12,))
+
+
+def test_pushes_are_counted_for_each_receiver_and_anew_for_one_that_was_forgotten(sender: tx.Sender) -> None:
+    def push(transfer_id: str, receiver: WorkerEndpoint, transport: str = "two") -> PushNumber | None:
+        sender.handle(tx.Ready(transfer_id, 0, (5,), final=True))
+        (push,) = pushes(sender.handle(Grant(transfer_id, receiver, transport, 0, [10])))
+        return push.number
+
+    other = WorkerEndpoint("c", "tcp://c", {"two": ""})
+    assert [push("t1", B), push("t2", B), push("t3", B, "one"), push("t4", B)] == [FIRST, PushNumber(1, 1), None, PushNumber(1, 2)]
+    assert push("t5", other) == PushNumber(2, 0)
+    sender.forget_receiver("b")
+    assert [push("t6", B), push("t7", other)] == [PushNumber(3, 0), PushNumber(2, 1)]
+
+
+def test_blocks_of_a_two_sided_transport_without_a_number_are_refused(receiver: rx.Receiver) -> None:
+    receiver.handle(rx.Expect("t", A, "two", 0, (10,)))
+    assert receiver.handle(Blocks("t", "a", "two", [0], None)) == []
+    assert receiver.refused_blocks == 1
 
 
 def test_one_push_of_a_transfer_is_in_flight_at_a_time(sender: tx.Sender) -> None:
@@ -67,7 +87,7 @@ def test_one_push_of_a_transfer_is_in_flight_at_a_time(sender: tx.Sender) -> Non
 def test_a_one_sided_push_is_announced_after_it_has_landed(sender: tx.Sender) -> None:
     sender.handle(grant(transport="one"))
     assert all(isinstance(i, tx.Push) for i in sender.handle(tx.Ready("t", 0, (5,), final=False)))
-    assert tx.Tell(B, Blocks("t", "a", "one", [0])) in sender.handle(tx.PushDone("t"))
+    assert tx.Tell(B, Blocks("t", "a", "one", [0], None)) in sender.handle(tx.PushDone("t"))
 
 
 def test_bytes_that_left_before_the_alpha_ended_are_told_apart(sender: tx.Sender) -> None:
@@ -129,6 +149,74 @@ def test_a_failed_push_is_told_and_nothing_follows(sender: tx.Sender) -> None:
     assert sender.handle(tx.Ready("t", 1, (6,), final=True)) == []
 
 
+def lose_receiver_in_mid_push(sender: tx.Sender) -> None:
+    sender.handle(grant(transport="one"))
+    sender.handle(tx.Ready("t", 0, (5, 6), final=False))
+    assert sender.is_in_flight("t")
+    assert sender.handle(tx.ReceiverLost("t")) == []
+
+
+PUSH_ENDS = [(tx.PushDone("t"), []), (tx.PushFailed("t", "timeout"), [tx.Tell(B, Broken("t", "timeout"))])]
+
+
+@pytest.mark.parametrize(("end", "told"), PUSH_ENDS, ids=["done", "failed"])
+@pytest.mark.parametrize("revoked_first", [True, False])
+def test_a_lost_receiver_that_revokes_is_answered_once_after_the_push_in_flight(
+    sender: tx.Sender, end: tx.Event, told: list[tx.Instruction], *, revoked_first: bool
+) -> None:
+    sender.handle(grant(transport="one"))
+    sender.handle(tx.Ready("t", 0, (5, 6), final=False))
+    for event in (Revoke("t", B), tx.ReceiverLost("t"))[:: 1 if revoked_first else -1]:
+        assert sender.handle(event) == []
+    tells = [i for i in sender.handle(end) if isinstance(i, tx.Tell)]
+    assert tells == [*told, tx.Tell(B, Closed("t"))]
+    assert sender.handle(tx.Stop("t")) == [tx.SendingStopped("t")]
+    assert sender.transfers == {}
+
+
+def test_a_lost_receiver_hears_of_a_push_that_fails_before_it_revokes(sender: tx.Sender) -> None:
+    lose_receiver_in_mid_push(sender)
+    assert sender.handle(tx.PushFailed("t", "timeout")) == [tx.Tell(B, Broken("t", "timeout"))]
+    assert sender.handle(Revoke("t", B)) == [tx.Tell(B, Closed("t"))]
+
+
+def test_a_lost_receiver_is_told_of_a_failure_also_where_the_alpha_has_ended(sender: tx.Sender) -> None:
+    lose_receiver_in_mid_push(sender)
+    assert sender.handle(tx.Stop("t")) == []
+    assert sender.handle(tx.PushFailed("t", "timeout")) == [tx.Tell(B, Broken("t", "timeout")), tx.SendingStopped("t")]
+    assert sender.transfers == {}
+
+
+def test_a_receiver_that_is_lost_with_nothing_in_flight_is_told_nothing(sender: tx.Sender) -> None:
+    sender.handle(grant(transport="one"))
+    assert sender.handle(tx.ReceiverLost("t")) == []
+    assert sender.handle(Revoke("t", B)) == [tx.Tell(B, Closed("t"))]
+    assert sender.transfers == {}
+
+
+def test_a_receiver_that_is_done_is_not_told_of_a_push_that_fails(sender: tx.Sender) -> None:
+    sender.handle(grant())
+    sender.handle(tx.Ready("t", 0, (5, 6), final=False))
+    assert sender.handle(Done("t", True)) == [tx.Delivered("t")]
+    assert sender.handle(tx.PushFailed("t", "cable")) == []
+
+
+def test_a_grant_that_comes_after_the_stop_is_forgotten_with_its_end(sender: tx.Sender) -> None:
+    assert sender.handle(tx.Stop("t")) == [tx.SendingStopped("t")]
+    sender.handle(grant())
+    assert sender.handle(Done("t", True)) == [tx.Delivered("t")]
+    assert sender.transfers == {}
+
+
+def test_a_transfer_that_is_done_while_the_alpha_runs_is_forgotten_with_its_stop(sender: tx.Sender) -> None:
+    sender.handle(grant())
+    assert sender.handle(Done("t", True)) == [tx.Delivered("t")]
+    assert sender.transfers == {}
+    assert sender.handle(tx.Ready("t", 0, (5,), final=True)) == []
+    assert sender.handle(tx.Stop("t")) == [tx.SendingStopped("t")]
+    assert sender.transfers == {}
+
+
 def test_preempted_blocks_are_sent_from_their_new_places(sender: tx.Sender) -> None:
     sender.handle(tx.Ready("t", 0, (5, 6), final=False))
     sender.handle(tx.Retract("t"))
@@ -151,7 +239,7 @@ OVER = [tx.Tell(A, Done("t", True)), rx.Received("t")]
 def test_a_transfer_is_over_when_every_block_has_landed(receiver: rx.Receiver) -> None:
     receiver.handle(expect())
     assert receiver.handle(rx.Complete("t", 2)) == []
-    (receive,) = receiver.handle(Blocks("t", "a", "two", [0, 1]))
+    (receive,) = receiver.handle(Blocks("t", "a", "two", [0, 1], FIRST))
     assert isinstance(receive, rx.Receive)
     assert receive.local_blocks == (10, 11)
     assert receiver.handle(rx.Landed("t", (0, 1))) == [rx.Arrived("t", 2), *OVER]
@@ -160,7 +248,7 @@ def test_a_transfer_is_over_when_every_block_has_landed(receiver: rx.Receiver) -
 
 def test_a_transfer_is_not_over_before_its_end_is_known(receiver: rx.Receiver) -> None:
     receiver.handle(expect())
-    receiver.handle(Blocks("t", "a", "two", [0, 1]))
+    receiver.handle(Blocks("t", "a", "two", [0, 1], FIRST))
     assert receiver.handle(rx.Landed("t", (0, 1))) == [rx.Arrived("t", 2)]
     assert receiver.handle(rx.Complete("t", 2)) == OVER
 
@@ -168,14 +256,14 @@ def test_a_transfer_is_not_over_before_its_end_is_known(receiver: rx.Receiver) -
 def test_more_blocks_are_granted_where_the_first_ones_end(receiver: rx.Receiver) -> None:
     receiver.handle(expect())
     assert receiver.handle(rx.Extend("t", (20, 21))) == [tx.Tell(A, Grant("t", B, "two", 2, [20, 21]))]
-    (receive,) = receiver.handle(Blocks("t", "a", "two", [1, 2]))
+    (receive,) = receiver.handle(Blocks("t", "a", "two", [1, 2], FIRST))
     assert isinstance(receive, rx.Receive)
     assert receive.local_blocks == (11, 20)
 
 
 def test_blocks_granted_beyond_the_end_are_not_waited_for(receiver: rx.Receiver) -> None:
     receiver.handle(expect())
-    receiver.handle(Blocks("t", "a", "two", [0]))
+    receiver.handle(Blocks("t", "a", "two", [0], FIRST))
     receiver.handle(rx.Landed("t", (0,)))
     assert receiver.handle(rx.Complete("t", 1)) == OVER
 
@@ -190,24 +278,26 @@ def test_a_late_cancel_is_answered(receiver: rx.Receiver) -> None:
     assert receiver.handle(rx.Cancel("t")) == [rx.Received("t")]
 
 
-@pytest.mark.parametrize("blocks", [Blocks("t", "stranger", "two", [0]), Blocks("t", "a", "two", [2]), Blocks("nobody", "a", "two", [0])])
+@pytest.mark.parametrize(
+    "blocks", [Blocks("t", "stranger", "two", [0], FIRST), Blocks("t", "a", "two", [2], FIRST), Blocks("nobody", "a", "two", [0], FIRST)]
+)
 def test_blocks_without_a_grant_are_thrown_away(receiver: rx.Receiver, blocks: Blocks) -> None:
     receiver.handle(expect())
-    assert receiver.handle(blocks) == [rx.Discard(blocks.sender_id, "two", 1)]
+    assert receiver.handle(blocks) == [rx.Discard(blocks.sender_id, "two", 1, FIRST)]
     assert receiver.refused_blocks == 1
 
 
 def test_a_cancelled_transfer_keeps_its_blocks_until_the_sender_has_stopped(receiver: rx.Receiver) -> None:
     receiver.handle(expect())
     assert receiver.handle(rx.Cancel("t")) == [tx.Tell(A, Revoke("t", B))]
-    receiver.handle(Blocks("t", "a", "two", [0]))
+    receiver.handle(Blocks("t", "a", "two", [0], FIRST))
     assert not any(isinstance(i, rx.Received) for i in receiver.handle(Closed("t"))), "a receive is still under way"
     assert rx.Received("t") in receiver.handle(rx.Landed("t", (0,)))
 
 
 def test_blocks_of_a_broken_transfer_are_named_as_lost(receiver: rx.Receiver) -> None:
     receiver.handle(expect((10, 11, 12)))
-    receiver.handle(Blocks("t", "a", "two", [0]))
+    receiver.handle(Blocks("t", "a", "two", [0], FIRST))
     receiver.handle(rx.Landed("t", (0,)))
     assert receiver.handle(Broken("t", "cable")) == [rx.Failed("t")], "beta decides whether to go on without them"
     assert receiver.handle(rx.Complete("t", 3)) == [tx.Tell(A, Done("t", False)), rx.Received("t", lost_blocks=(11, 12))]
@@ -265,12 +355,14 @@ class Link:
     written: list[int] = field(default_factory=list)
     received: list[rx.Received] = field(default_factory=list)
     stopped: int = 0
+    unanswered: int = 0
 
     def on_a(self, event: tx.Event) -> None:
         for instruction in self.sender.handle(event):
             match instruction:
                 case tx.Tell(message=message):
                     self.to_b.append(message)
+                    self.unanswered -= isinstance(message, Closed)
                 case tx.Push(remote_blocks=remote):
                     assert not self.pushing
                     self.pushing = True
@@ -287,6 +379,7 @@ class Link:
                 case tx.Tell(message=message):
                     assert not self.known_gone, "nobody is left to be told"
                     self.to_a.append(message)
+                    self.unanswered += isinstance(message, Revoke)
                 case rx.Receive() | rx.Discard():
                     self.receives.append(instruction)
                 case rx.Quarantine():
@@ -437,6 +530,7 @@ def test_every_order_of_events_ends_with_both_halves_empty(
     elif not link.failed:
         assert not any(received.lost_blocks for received in link.received)
     assert len(set(link.written)) == len(link.written), "a block is written twice"
+    assert link.unanswered == 0
     assert (link.sender.transfers, link.receiver.transfers) == ({}, {})
 
 
@@ -469,3 +563,31 @@ def test_every_death_of_a_sender_ends_the_receiving_half(seed: int, transport: s
     if end == "complete":
         assert set(granted) - set(link.received[0].lost_blocks) <= set(link.written)
     assert link.receiver.transfers == {}
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**32), blocks=st.integers(1, 12), fails=st.booleans(), stops=st.booleans())
+def test_every_pause_of_a_receiver_ends_with_both_halves_empty(seed: int, blocks: int, *, fails: bool, stops: bool) -> None:
+    """B is taken for dead at any time, goes on, and gives the transfer up. stops: the alpha may end before all that."""
+    rng = random.Random(seed)
+    link = Link("one", blocks, rng, fails)
+    a_events: list[tx.Event] = [tx.Ready("t", at, (at,), final=at + 1 == blocks) for at in range(blocks)]
+    if stops:
+        a_events = [*a_events[: len(a_events) // 2], tx.Stop("t")]
+    a_events.insert(rng.randint(0, len(a_events)), tx.ReceiverLost("t"))
+    granted = [100 + i for i in range(blocks)]
+    link.on_b(rx.Expect("t", A, "one", 0, tuple(granted[:1])))
+    b_events: deque[rx.Event] = deque([*(rx.Extend("t", (block,)) for block in granted[1:]), rx.Cancel("t")])
+    while moves := link.moves() + ["a"] * bool(a_events) + ["b"] * bool(b_events):
+        match rng.choice(moves):
+            case "a":
+                link.on_a(a_events.pop(0))
+            case "b":
+                link.on_b(b_events.popleft())
+            case name:
+                link.move(name)
+    if not stops:
+        link.on_a(tx.Stop("t"))
+    assert link.received == [rx.Received("t")]
+    assert (link.stopped, link.unanswered) == (1, 0)
+    assert (link.sender.transfers, link.receiver.transfers) == ({}, {})

@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.agent import PeerLost
+from dynaserve.kv_transfer.control_plane import ControlPlane
 from dynaserve.kv_transfer.ended import nobody_listens
-from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.kv_transfer.wire import Blocks, Closed, Done, Grant, Revoke
+from dynaserve.kv_transfer.transport import PushNumber, WorkerEndpoint
+from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Message, Revoke
 
 pytest.importorskip("torch")
 
 from dynaserve.kv_transfer.torch_transport import TorchTransport
 from tests.test_agent import Node, until
+from tests.test_transport import PatientTransport
 
 A = WorkerEndpoint("a", "tcp://a", {"two": "", "one": ""})
 B = WorkerEndpoint("b", "tcp://b", {"two": "", "one": ""})
@@ -41,7 +46,7 @@ def expect(receiver: rx.Receiver, transport: str) -> None:
 
 def test_a_beta_completes_with_what_has_landed(receiver: rx.Receiver) -> None:
     expect(receiver, "two")
-    receiver.handle(Blocks("t", "a", "two", [0]))
+    receiver.handle(Blocks("t", "a", "two", [0], PushNumber(1, 0)))
     receiver.handle(rx.Landed("t", (0,)))
     assert receiver.handle(rx.SenderLost("t")) == [rx.Failed("t")]
     assert receiver.handle(rx.Complete("t", 3)) == [tx.Tell(A, Done("t", False)), rx.Received("t", (11, 12))]
@@ -50,7 +55,7 @@ def test_a_beta_completes_with_what_has_landed(receiver: rx.Receiver) -> None:
 
 def test_a_receive_that_runs_ends_before_its_blocks_are_free(receiver: rx.Receiver) -> None:
     expect(receiver, "two")
-    receiver.handle(Blocks("t", "a", "two", [0, 1, 2]))
+    receiver.handle(Blocks("t", "a", "two", [0, 1, 2], PushNumber(1, 0)))
     receiver.handle(rx.Cancel("t"))
     assert receiver.handle(rx.SenderLost("t")) == [rx.Failed("t")]
     assert receiver.handle(rx.ReceiveFailed("t", "dropped"))[-1] == rx.Received("t")
@@ -88,7 +93,9 @@ def test_an_alpha_forgets_a_receiver_that_is_lost() -> None:
     assert sender.handle(tx.ReceiverLost("t")) == []
     assert sender.handle(tx.Ready("t", 1, (6,), final=True)) == []
     assert sender.handle(tx.Stop("t")) == [], "the push to the dead is still in flight"
-    assert sender.handle(tx.PushFailed("t", "dropped")) == [tx.SendingStopped("t")]
+    told, stopped = sender.handle(tx.PushFailed("t", "dropped"))
+    assert told == tx.Tell(B, Broken("t", "dropped")), "it may only be stopped"
+    assert stopped == tx.SendingStopped("t")
     assert not sender.transfers
 
 
@@ -120,16 +127,96 @@ def test_whatever_comes_a_stopped_sender_is_forgotten_after_its_receiver_was_los
     assert not sender.is_in_flight("t")
 
 
-def test_agents_end_their_transfers_with_a_worker_that_is_lost() -> None:
-    """The other one neither pushes nor answers."""
-    alive, stopped = Node("alive"), Node("stopped")
-    stopped.agent.close()
-    alive.agent.submit(rx.Expect("in", stopped.agent.endpoint, "torch", 0, (1, 2, 3)))
-    alive.agent.submit(rx.Cancel("in"))
-    until(lambda: alive.agent.open_transfers()["receiving"] == 1)
-    alive.agent.submit(PeerLost("stopped"))
-    until(lambda: alive.poll().received == ["in"])
+def test_agents_end_their_transfers_with_a_silent_worker_once_it_is_lost() -> None:
+    """It neither pushes nor answers, while its machine takes connections for it."""
+    alive = Node("alive")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = WorkerEndpoint("silent", f"tcp://127.0.0.1:{listener.getsockname()[1]}", {"torch": "127.0.0.1:1"})
+        alive.agent.submit(rx.Expect("in", silent, "torch", 0, (1, 2, 3)))
+        alive.agent.submit(rx.Cancel("in"))
+        until(lambda: alive.agent.open_transfers()["receiving"] == 1)
+        alive.agent.submit(PeerLost("silent"))
+        until(lambda: alive.poll().received == ["in"])
     assert alive.agent.open_transfers().total() == 0
+    alive.agent.close()
+
+
+@dataclass
+class Silent:
+    """A worker that says what the test says, and whose transport answers nobody: as one that was stopped."""
+
+    endpoint: WorkerEndpoint
+    plane: ControlPlane
+
+    def say(self, to: Node, *messages: Message) -> None:
+        for message in messages:
+            self.plane.send(to.agent.endpoint, message)
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        plane = ControlPlane(context, "silent", "127.0.0.1", None)
+        yield Silent(WorkerEndpoint("silent", plane.address, {PatientTransport.name: f"127.0.0.1:{store.getsockname()[1]}"}), plane)
+        context.destroy(linger=0)
+
+
+def test_all_that_waits_to_be_pushed_ends_as_its_receiver_is_lost(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time limit ends it here."""
+    monkeypatch.setattr("dynaserve.kv_transfer.torch_pair._STORE_TIMEOUT_S", 3600.0)
+    alive, names = Node("alive", PatientTransport), ["t1", "t2", "t3"]
+    for block, name in enumerate(names):
+        alive.agent.submit(tx.Ready(name, 0, (block,), final=False))
+        silent.say(alive, Grant(name, silent.endpoint, PatientTransport.name, 0, [block]))
+    until(lambda: all(alive.agent._sender.is_in_flight(name) for name in names))
+    for name in names:
+        alive.agent.submit(tx.Stop(name))
+    time.sleep(0.2)
+    assert not alive.poll().sending_stopped
+    alive.agent.submit(PeerLost("silent"))
+    alive.agent.retract(names)
+    until(lambda: sorted(alive.poll().sending_stopped) == names)
+    assert alive.agent.open_transfers().total() == 0
+    alive.agent.close()
+
+
+def test_all_that_waits_to_be_received_ends_as_its_sender_is_lost(silent: Silent) -> None:
+    alive, names = Node("alive", PatientTransport), ["t1", "t2", "t3"]
+    for number, name in enumerate(names):
+        alive.agent.submit(rx.Expect(name, silent.endpoint, PatientTransport.name, 0, (number,)))
+        until(lambda: alive.agent.open_transfers()["receiving"] > number)  # noqa: B023 - what nobody expects is discarded
+        silent.say(alive, Blocks(name, "silent", PatientTransport.name, [0], PushNumber(1, number)))
+    until(lambda: sum(transfer.receiving for transfer in alive.agent._receiver.transfers.values()) == len(names))
+    for name in names:
+        alive.agent.submit(rx.Complete(name, 1))
+    time.sleep(0.2)
+    assert not alive.poll().received
+    alive.agent.submit(PeerLost("silent"))
+    until(lambda: sorted(alive.poll().received) == names)
+    assert sorted(alive.seen.lost_blocks) == [0, 1, 2]
+    alive.agent.close()
+
+
+def test_agents_notice_by_themselves_that_a_worker_has_ended() -> None:
+    alive, ended = Node("alive"), Node("ended")
+    for source, target in ((ended, alive), (alive, ended)):
+        target.agent.submit(rx.Expect(target.name, source.agent.endpoint, "torch", 0, (1, 2, 3)))
+        source.agent.submit(tx.Ready(target.name, 0, (1,), final=False))
+    until(lambda: sum(report.kind == "received" for report in alive.poll().reports) == 1)
+    until(lambda: sum(report.kind == "sent" for report in alive.poll().reports) == 1)
+    transport = alive.agent._transports["torch"]
+    assert isinstance(transport, TorchTransport)
+    ends = [transport._incoming["ended"], transport._outgoing["ended"]]
+    assert all(end._channel is not None for end in ends)
+    ended.agent.close()
+    alive.agent.submit(rx.Complete("alive", 3))
+    alive.agent.submit(tx.Stop("ended"))
+    until(lambda: alive.poll().received == ["alive"] and alive.seen.sending_stopped == ["ended"])
+    assert alive.seen.lost_blocks == [2, 3]
+    until(lambda: all(end._channel is None for end in ends))
+    until(lambda: not transport._incoming and not transport._outgoing)
+    until(lambda: alive.agent.open_transfers().total() == 0)
     alive.agent.close()
 
 

@@ -23,18 +23,21 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from dynaserve.fleet_secret import FleetSecret, may_reach, secure_client, secure_server
+from dynaserve.fleet_secret import FleetSecret
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
+from dynaserve.kv_transfer.control_plane import ControlPlane
 from dynaserve.kv_transfer.ended import nobody_listens
 from dynaserve.kv_transfer.transport import Transport, TransportError, WorkerEndpoint
-from dynaserve.kv_transfer.wire import LONGEST_MESSAGE_BYTES, Done, Grant, Message, Revoke
+from dynaserve.kv_transfer.wire import Done, Grant, Revoke
 
 logger = logging.getLogger("vllm.dynaserve.kv_transfer")
 
 PROBE_EVERY_S, PROBE_FOR_S = 1.0, 60.0
 """How often the machine of a lost peer is asked whether the process is still there, and for how long: as a process ends, its port goes
 late. It goes on for longer while blocks wait for the answer."""
+ACK_AFTER_S = 0.5
+"""One answer acknowledges all messages of this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,11 @@ class _Rest:
 
 
 @dataclass(frozen=True, slots=True)
+class _AcksDue:
+    """Time to acknowledge what has come."""
+
+
+@dataclass(frozen=True, slots=True)
 class _ProbeDue:
     """Time to ask whether the process of a lost peer is still there."""
 
@@ -69,7 +77,7 @@ class _Probed:
     gone: bool
 
 
-_Event = tx.Event | rx.Event | PeerLost | _Rest | _ProbeDue | _Probed
+_Event = tx.Event | rx.Event | PeerLost | _Rest | _AcksDue | _ProbeDue | _Probed
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -120,16 +128,10 @@ class Agent:
         secret: FleetSecret | None = None,
     ) -> None:
         self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.linger = 0
-        self._inbox.maxmsgsize = LONGEST_MESSAGE_BYTES
-        secure_server(self._inbox, secret)
-        port = self._inbox.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = WorkerEndpoint(
-            worker_id, f"tcp://{host}:{port}", {name: transport.address() for name, transport in transports.items()}
-        )
-        self.dropped_messages = 0
-        self._secret = secret
+        self._control = ControlPlane(self._context, worker_id, host, secret)
+        addresses = {name: transport.address() for name, transport in transports.items()}
+        self.endpoint = WorkerEndpoint(worker_id, self._control.address, addresses)
+        self._unknown_senders = 0
         self._transports = transports
         self._block_bytes = block_bytes
         self._on_results = on_results
@@ -137,11 +139,12 @@ class Agent:
         one_sided = frozenset(name for name, transport in transports.items() if transport.one_sided)
         self._sender = tx.Sender(worker_id, one_sided)
         self._receiver = rx.Receiver(self.endpoint, one_sided)
-        self._decoder = msgspec.msgpack.Decoder(Message)
-        self._outboxes: dict[str, tuple[WorkerEndpoint, zmq.Socket[bytes]]] = {}
         self._peers: dict[str, WorkerEndpoint] = {}
         self._asked_about: dict[str, float] = {}
         """Lost peers whose machine is being asked, and since when, by the monotonic clock."""
+        self._losses: Counter[str] = Counter()
+        """How often each peer was lost: what had been queued for it before is given up."""
+        self._acks_due = False
         self._lanes: dict[tuple[str, str], ThreadPoolExecutor] = {}
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -178,6 +181,11 @@ class Agent:
         now_s = time.monotonic()
         results.reports = [msgspec.structs.replace(report, age_ms=1e3 * (now_s - report.at_s)) for report in results.reports]
         return results
+
+    @property
+    def dropped_messages(self) -> int:
+        """Those that could not be read, sent or followed."""
+        return self._control.dropped + self._unknown_senders
 
     def open_transfers(self) -> Counter[str]:
         """How many transfers each half knows of; for the record and for tests. A snapshot, without a lock."""
@@ -223,19 +231,20 @@ class Agent:
             self._failure = error
 
     def _loop(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        self._control.poller.register(self._wake_read, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._until_due_ms()))
+            ready = dict(self._control.poller.poll(self._until_due_ms()))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
-            if self._inbox in ready:
-                self._read_inbox()
+            if len(ready) > (self._wake_read in ready):
+                self._read_control()
             if not self._handle_events():
                 return
             while self._timers and self._timers[0][0] <= time.monotonic():
                 self._handle(heapq.heappop(self._timers)[2])
+            if self._control.lacks_connections:  # nothing comes that would wake us
+                for peer in self._control.take_cut():
+                    self._ask_about(peer)
 
     def _until_due_ms(self) -> int | None:
         if not self._timers:
@@ -245,17 +254,14 @@ class Agent:
     def _handle_after(self, delay_s: float, event: _Event) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_numbers), event))
 
-    def _read_inbox(self) -> None:
-        while True:
-            try:
-                frame = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._handle(self._decoder.decode(frame))
-            except msgspec.MsgspecError as error:
-                self.dropped_messages += 1
-                logger.warning("dropped a malformed transfer message of %d bytes: %s", len(frame), error)
+    def _read_control(self) -> None:
+        for message in self._control.receive():
+            self._handle(message)
+        for peer in self._control.take_cut():
+            self._ask_about(peer)
+        if self._control.owes_acks and not self._acks_due:
+            self._acks_due = True
+            self._handle_after(ACK_AFTER_S, _AcksDue())
 
     def _handle_events(self) -> bool:
         while not self._events.empty():
@@ -272,6 +278,9 @@ class Agent:
         match event:
             case _Rest():
                 self._resting.append(event)
+            case _AcksDue():
+                self._acks_due = False
+                self._control.send_acks()
             case PeerLost(worker_id=worker_id):
                 self._lose(worker_id)
             case _ProbeDue(peer=peer):
@@ -288,51 +297,71 @@ class Agent:
                     self._receive_side(received)
 
     def _lose(self, worker_id: str) -> None:
+        self._losses[worker_id] += 1
         receiving, sending = self._receiver.transfers_from(worker_id), self._sender.transfers_to(worker_id)
-        peers = [self._receiver.transfers[name].sender for name in receiving]
-        peers += [receiver for name in sending if (receiver := self._sender.transfers[name].receiver) is not None]
-        if peers:
+        known = [self._control.peer(worker_id), self._peers.get(worker_id)]
+        known += [self._receiver.transfers[name].sender for name in receiving]
+        known += [self._sender.transfers[name].receiver for name in sending]
+        peer = next((peer for peer in known if peer is not None), None)
+        if peer is not None:
             # What its channels wait for fails now. Not in this thread: the end of a channel is told in a store of the peer's.
-            self._on_lane("drop", peers[0], lambda: self._drop_two_sided(peers[0]))
+            self._on_lane("drop", peer, lambda: self._drop_two_sided(peer))
         for name in receiving:
             self._handle(rx.SenderLost(name))
         for name in sending:
             self._handle(tx.ReceiverLost(name))
-        known = [self._outboxes[worker_id][0]] if worker_id in self._outboxes else peers[:1]
-        if known and worker_id not in self._asked_about:
-            self._asked_about[worker_id] = time.monotonic()
-            self._handle(_ProbeDue(known[0]))
+        if peer is not None:
+            self._ask_about(peer)
+
+    def _ask_about(self, peer: WorkerEndpoint) -> None:
+        """Asks its machine whether the process of this peer has ended, or the connection to it only."""
+        if peer.worker_id not in self._asked_about:
+            self._asked_about[peer.worker_id] = time.monotonic()
+            self._handle(_ProbeDue(peer))
 
     def _on_probed(self, peer: WorkerEndpoint, gone: bool) -> None:
-        recent = time.monotonic() - self._asked_about[peer.worker_id] < PROBE_FOR_S
-        if not gone and (recent or self._receiver.transfers_from(peer.worker_id)):
-            self._handle_after(PROBE_EVERY_S, _ProbeDue(peer))
-            return
-        del self._asked_about[peer.worker_id]
         if gone:
-            self._forget(peer.worker_id)
+            del self._asked_about[peer.worker_id]
+            self._forget(peer)
+            return
+        self._control.reconnect(peer.worker_id)
+        recent = time.monotonic() - self._asked_about[peer.worker_id] < PROBE_FOR_S
+        if recent or self._receiver.transfers_from(peer.worker_id):
+            self._handle_after(PROBE_EVERY_S, _ProbeDue(peer))
+        else:
+            del self._asked_about[peer.worker_id]
 
-    def _forget(self, worker_id: str) -> None:
+    def _forget(self, peer: WorkerEndpoint) -> None:
         """The process of this worker has ended, and its next one will have another id."""
+        worker_id = peer.worker_id
+        self._losses[worker_id] += 1
+        self._sender.forget_receiver(worker_id)
+        self._on_lane("drop", peer, lambda: self._forget_channels(peer))
+        for name in self._sender.transfers_to(worker_id):
+            self._handle(tx.ReceiverLost(name))
         for name in self._receiver.transfers_from(worker_id):
             self._handle(rx.SenderGone(name))
         self._peers.pop(worker_id, None)
         for key in [key for key in self._lanes if key[1] == worker_id]:
             self._lanes.pop(key).shutdown(wait=False)
-        if worker_id in self._outboxes:
-            self._outboxes.pop(worker_id)[1].close()
+        self._control.forget(worker_id)
 
     def _drop_two_sided(self, peer: WorkerEndpoint) -> None:
         for transport in self._transports.values():
             if not transport.one_sided:
                 transport.drop(peer)
 
+    def _forget_channels(self, peer: WorkerEndpoint) -> None:
+        for transport in self._transports.values():
+            transport.forget(peer)
+
     def _send_side(self, instruction: tx.Instruction) -> None:
         match instruction:
             case tx.Tell(peer=peer, message=message):
-                self._tell(peer, message)
+                self._control.send(peer, message)
             case tx.Push(receiver=peer):
-                self._on_lane("push", peer, lambda: self._push(instruction))
+                losses = self._losses[peer.worker_id]
+                self._on_lane("push", peer, lambda: self._push(instruction, losses))
             case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end, took_ms=took_ms):
                 self._report(transfer_id, "sent", blocks, before_end, took_ms)  # for the record: nobody is woken
             case tx.Delivered(transfer_id=transfer_id):
@@ -345,11 +374,12 @@ class Agent:
     def _receive_side(self, instruction: rx.Instruction) -> None:
         match instruction:
             case tx.Tell(peer=peer, message=message):
-                self._tell(peer, message)
+                self._control.send(peer, message)
             case rx.Receive(sender=peer):
-                self._on_lane("receive", peer, lambda: self._receive(instruction))
-            case rx.Discard(sender_id=sender_id, transport=name, num_blocks=num_blocks):
-                self._discard(sender_id, name, num_blocks)
+                losses = self._losses[peer.worker_id]
+                self._on_lane("receive", peer, lambda: self._receive(instruction, losses))
+            case rx.Discard():
+                self._discard(instruction)
             case rx.Arrived(transfer_id=transfer_id, num_blocks=blocks):
                 self._report(transfer_id, "received", blocks)
                 self._on_landed(transfer_id, blocks)
@@ -369,30 +399,6 @@ class Agent:
         with self._lock:
             self._results.reports.append(report)
 
-    def _tell(self, peer: WorkerEndpoint, message: Message) -> None:
-        if peer.worker_id not in self._outboxes:
-            try:
-                self._outboxes[peer.worker_id] = peer, self._connect(peer)
-            except (zmq.ZMQError, TransportError) as error:
-                self.dropped_messages += 1
-                logger.warning("dropped a message to %s at %r: %s", peer.worker_id, peer.control, error)
-                return
-        self._outboxes[peer.worker_id][1].send(msgspec.msgpack.encode(message))
-
-    def _connect(self, peer: WorkerEndpoint) -> zmq.Socket[bytes]:
-        if not may_reach(peer.control, self._secret):
-            raise TransportError("without a fleet secret only loopback is reached")
-        outbox = self._context.socket(zmq.PUSH)
-        outbox.linger = 0
-        outbox.set_hwm(0)  # the control thread must never wait for a peer
-        secure_client(outbox, self._secret)
-        try:
-            outbox.connect(peer.control)
-        except zmq.ZMQError:
-            outbox.close()
-            raise
-        return outbox
-
     def _on_lane(self, direction: str, peer: WorkerEndpoint, task: Callable[[], None]) -> None:
         """Runs tasks of one direction and peer in order, beside all others."""
         key = (direction, peer.worker_id)
@@ -400,42 +406,75 @@ class Agent:
             self._lanes[key] = ThreadPoolExecutor(1, thread_name_prefix=f"dynaserve-{direction}")
         self._lanes[key].submit(task)
 
-    def _push(self, push: tx.Push) -> None:
+    def _push(self, push: tx.Push, losses: int) -> None:
+        """losses: of the receiver, when this was queued."""
         try:
-            if push.fence is not None:
-                push.fence()
+            transport = self._transport(push.transport)
+            try:
+                self._await_fence(push, losses)
+            except Exception:
+                if push.number is not None:
+                    transport.give_up_push(push.receiver, push.number)
+                raise
             began_s = time.monotonic()
-            self._transport(push.transport).push(push.receiver, push.local_blocks, push.remote_blocks)
+            transport.push(push.receiver, push.local_blocks, push.remote_blocks, push.number)
         except Exception as error:
             logger.warning("push of transfer %s failed: %s", push.transfer_id, error, exc_info=not isinstance(error, TransportError))
-            if push.transport in self._transports:
-                self._transports[push.transport].drop(push.receiver)
-            self._post(tx.PushFailed(push.transfer_id, str(error)))
+            try:
+                if push.transport in self._transports:
+                    self._transports[push.transport].drop(push.receiver)
+            finally:
+                self._post(tx.PushFailed(push.transfer_id, str(error)))
         else:
             self._post(tx.PushDone(push.transfer_id, 1e3 * (time.monotonic() - began_s)))
 
-    def _receive(self, receive: rx.Receive) -> None:
+    def _await_fence(self, push: tx.Push, losses: int) -> None:
+        """Raises TransportError once the receiver is lost, and what the fence raises."""
+        self._check_not_lost(push.receiver, losses)
+        if push.fence is not None:
+            push.fence()
+            self._check_not_lost(push.receiver, losses)
+
+    def _check_not_lost(self, peer: WorkerEndpoint, losses: int) -> None:
+        if self._losses[peer.worker_id] != losses:
+            raise TransportError(f"worker {peer.worker_id} was lost before its turn came")
+
+    def _receive(self, receive: rx.Receive, losses: int) -> None:
+        """losses: of the sender, when this was queued."""
         try:
-            self._transports[receive.transport].receive(receive.sender, receive.local_blocks)
+            transport = self._transport(receive.transport)
+            try:
+                self._check_not_lost(receive.sender, losses)
+            except TransportError:
+                transport.give_up_receive(receive.sender, receive.number)
+                raise
+            transport.receive(receive.sender, receive.local_blocks, receive.number)
         except Exception as error:
             logger.warning("receive of transfer %s failed: %s", receive.transfer_id, error, exc_info=not isinstance(error, TransportError))
-            self._transports[receive.transport].drop(receive.sender)
-            self._post(rx.ReceiveFailed(receive.transfer_id, str(error)))
+            try:
+                if receive.transport in self._transports:
+                    self._transports[receive.transport].drop(receive.sender)
+            finally:
+                self._post(rx.ReceiveFailed(receive.transfer_id, str(error)))
         else:
             self._post(rx.Landed(receive.transfer_id, receive.indexes))
 
-    def _discard(self, sender_id: str, name: str, num_blocks: int) -> None:
-        peer = self._peers.get(sender_id)
-        if peer is None or name not in self._transports:
-            self.dropped_messages += 1
+    def _discard(self, refused: rx.Discard) -> None:
+        peer, transport = self._peers.get(refused.sender_id), self._transports.get(refused.transport)
+        if peer is None or transport is None:
+            self._unknown_senders += 1
             return
+        losses = self._losses[peer.worker_id]
 
         def discard() -> None:
             try:
-                self._transports[name].discard(peer, num_blocks)
+                if self._losses[peer.worker_id] != losses:
+                    transport.give_up_receive(peer, refused.number)
+                else:
+                    transport.discard(peer, refused.num_blocks, refused.number)
             except TransportError as error:
-                logger.warning("refused blocks of %s: %s", sender_id, error)
-                self._transports[name].drop(peer)
+                logger.warning("refused blocks of %s: %s", refused.sender_id, error)
+                transport.drop(peer)
 
         self._on_lane("receive", peer, discard)
 

@@ -17,6 +17,6 @@ def nobody_listens(control: str) -> bool:
         socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S).close()
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except (OSError, ValueError):  # silent, or no address at all
         return False
     return False

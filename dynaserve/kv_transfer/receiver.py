@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dynaserve.kv_transfer.sender import Tell
-from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.kv_transfer.transport import PushNumber, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Message, Revoke
 
 
@@ -104,6 +104,7 @@ class Receive:
     transport: str
     indexes: tuple[int, ...]
     local_blocks: tuple[int, ...]
+    number: PushNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class Discard:
     sender_id: str
     transport: str
     num_blocks: int
+    number: PushNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,9 @@ class Receiver:
 
     def _refuse(self, blocks: Blocks) -> list[Instruction]:
         self.refused_blocks += len(blocks.indexes)
-        return [] if blocks.transport in self.one_sided else [Discard(blocks.sender_id, blocks.transport, len(blocks.indexes))]
+        if blocks.transport in self.one_sided or blocks.number is None:
+            return []
+        return [Discard(blocks.sender_id, blocks.transport, len(blocks.indexes), blocks.number)]
 
     def _on_blocks(self, transfer: Incoming, event: Blocks) -> list[Instruction]:
         blocks = tuple(block for index in event.indexes if (block := transfer.block_of(index)) is not None)
@@ -289,8 +293,10 @@ class Receiver:
         indexes = tuple(event.indexes)
         if transfer.transport in self.one_sided:
             return self._on_landed(event.transfer_id, transfer, indexes)
+        if event.number is None:
+            return self._refuse(event)
         transfer.receiving += 1
-        return [Receive(event.transfer_id, transfer.sender, transfer.transport, indexes, blocks)]
+        return [Receive(event.transfer_id, transfer.sender, transfer.transport, indexes, blocks, event.number)]
 
     def _on_landed(self, transfer_id: str, transfer: Incoming, indexes: tuple[int, ...]) -> list[Instruction]:
         transfer.landed.update(indexes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.kv_transfer.transport import PushNumber, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Blocks, Broken, Closed, Done, Grant, Message, Revoke
 
 MAX_BLOCKS_PER_PUSH = 32
@@ -77,6 +77,7 @@ class Push:
     indexes: tuple[int, ...]
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
+    number: PushNumber | None
     fence: Callable[[], None] | None = None
 
 
@@ -115,7 +116,10 @@ Instruction = Push | Tell | Sent | SendingStopped | Delivered
 
 @dataclass(slots=True)
 class Outgoing:
-    """One transfer. `ready` holds only blocks that have not left; `places`: B's block per granted index."""
+    """One transfer.
+
+    ready: only blocks that have not left. places: B's block per granted index. aimed_at: who hears of it if the push in flight fails.
+    """
 
     ready: dict[int, int] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
@@ -124,6 +128,7 @@ class Outgoing:
     transport: str = ""
     places: dict[int, int] = field(default_factory=dict)
     in_flight: tuple[int, ...] = ()
+    aimed_at: WorkerEndpoint | None = None
     final: bool = False
     stopped: bool = False
     stop_told: bool = False
@@ -131,7 +136,7 @@ class Outgoing:
     revoked_by: WorkerEndpoint | None = None
 
     def withdraw(self) -> None:
-        """Nothing is granted any more."""
+        """Nothing is granted any more; a push in flight may still land."""
         self.receiver = None
         self.places.clear()
 
@@ -147,6 +152,9 @@ class Sender:
     one_sided: frozenset[str]
     transfers: dict[str, Outgoing] = field(default_factory=dict)
     refused_grants: int = 0
+    next_pushes: dict[str, PushNumber] = field(default_factory=dict)
+    """By receiver; two-sided ones."""
+    sessions: int = 0
 
     def handle(self, event: Event) -> list[Instruction]:
         transfer_id = event.transfer_id
@@ -178,6 +186,10 @@ class Sender:
         granted = ((name, transfer.receiver) for name, transfer in self.transfers.items())
         return [name for name, receiver in granted if receiver is not None and receiver.worker_id == worker_id]
 
+    def forget_receiver(self, worker_id: str) -> None:
+        """Its process has ended: pushes to whoever comes under this name are counted anew."""
+        self.next_pushes.pop(worker_id, None)
+
     def is_in_flight(self, transfer_id: str) -> bool:
         transfer = self.transfers.get(transfer_id)
         return transfer is not None and bool(transfer.in_flight)
@@ -204,7 +216,12 @@ class Sender:
         if transfer is None:
             return []
         transfer.withdraw()
-        self._forget_if_over(transfer_id)
+        transfer.aimed_at = None
+        if not (transfer.ready or transfer.sent or transfer.in_flight):
+            # A's Stop may have been before the grant. What A may still say of this transfer starts it afresh, up to its Stop.
+            del self.transfers[transfer_id]
+        else:
+            self._forget_if_over(transfer_id)
         return [Delivered(transfer_id)] if complete else []
 
     def _on_ready(self, event: Ready) -> list[Instruction]:
@@ -225,7 +242,8 @@ class Sender:
         indexes = sorted(transfer.ready.keys() & transfer.places.keys())[:MAX_BLOCKS_PER_PUSH]
         if not indexes:
             return []
-        transfer.in_flight = tuple(indexes)
+        transfer.in_flight, transfer.aimed_at = tuple(indexes), transfer.receiver
+        number = None if transfer.transport in self.one_sided else self._next_push_to(transfer.receiver.worker_id)
         push = Push(
             transfer_id,
             transfer.receiver,
@@ -233,11 +251,20 @@ class Sender:
             indexes=tuple(indexes),
             local_blocks=tuple(transfer.ready.pop(index) for index in indexes),
             remote_blocks=tuple(transfer.places[index] for index in indexes),
+            number=number,
             fence=transfer.fence,
         )
-        if transfer.transport in self.one_sided:
+        if number is None:
             return [push]
-        return [Tell(transfer.receiver, Blocks(transfer_id, self.worker_id, transfer.transport, indexes)), push]
+        return [Tell(transfer.receiver, Blocks(transfer_id, self.worker_id, transfer.transport, indexes, number)), push]
+
+    def _next_push_to(self, worker_id: str) -> PushNumber:
+        number = self.next_pushes.get(worker_id)
+        if number is None:
+            self.sessions += 1
+            number = PushNumber(self.sessions, 0)
+        self.next_pushes[worker_id] = PushNumber(number.session, number.number + 1)
+        return number
 
     def _on_stop(self, transfer_id: str) -> list[Instruction]:
         transfer = self.transfers.setdefault(transfer_id, Outgoing())
@@ -248,20 +275,21 @@ class Sender:
     def _on_push_done(self, transfer_id: str, took_ms: float) -> list[Instruction]:
         transfer = self.transfers[transfer_id]
         indexes = transfer.in_flight
-        transfer.in_flight = ()
+        transfer.in_flight, transfer.aimed_at = (), None
         transfer.sent.update(indexes)
         done: list[Instruction] = [Sent(transfer_id, len(indexes), not transfer.final, took_ms)]
         if transfer.receiver is not None and transfer.transport in self.one_sided:
-            done.append(Tell(transfer.receiver, Blocks(transfer_id, self.worker_id, transfer.transport, list(indexes))))
+            done.append(Tell(transfer.receiver, Blocks(transfer_id, self.worker_id, transfer.transport, list(indexes), None)))
         answers = self._settle(transfer_id)
         return done + answers + (self._advance(transfer_id) if transfer_id in self.transfers else [])
 
     def _on_push_failed(self, transfer_id: str, reason: str) -> list[Instruction]:
         transfer = self.transfers[transfer_id]
+        aimed_at, transfer.aimed_at = transfer.aimed_at, None
         transfer.in_flight = ()
         transfer.ready.clear()
         transfer.broken = True
-        tell: list[Instruction] = [] if transfer.receiver is None else [Tell(transfer.receiver, Broken(transfer_id, reason))]
+        tell: list[Instruction] = [] if aimed_at is None else [Tell(aimed_at, Broken(transfer_id, reason))]
         return tell + self._settle(transfer_id)
 
     def _on_revoke(self, transfer_id: str, receiver: WorkerEndpoint) -> list[Instruction]:
@@ -275,8 +303,8 @@ class Sender:
         transfer = self.transfers.get(transfer_id)
         if transfer is None:
             return []
+        # It may only be stopped: when it goes on it still waits for the answer to its Revoke, and must know of a push that failed.
         transfer.withdraw()
-        transfer.revoked_by = None
         return [] if transfer.in_flight else self._settle(transfer_id)
 
     def _settle(self, transfer_id: str) -> list[Instruction]:

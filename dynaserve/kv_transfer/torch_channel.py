@@ -24,16 +24,20 @@ class Channel:
 
     store: where both ends meet, empty before. rank: SENDER or RECEIVER. host: the address that the peer connects to.
     staging: memory for what is sent or received, of `staging_bytes`, used by the caller only.
+    meet_timeout_s: of one step of the other end's coming (Gloo).
     `send` and `receive` return when the tensor may be reused; they raise RuntimeError when the peer is gone, the channel
     is ended, or nothing moves for `timeout_s`; then the channel is of no more use.  A message must not be longer than the
     tensor that receives it: Gloo ends the *process* that gets more bytes than it expects.
     """
 
-    def __init__(self, store: dist.Store, rank: int, host: str, device: torch.device, staging_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, host: str, device: torch.device, staging_bytes: int, timeout_s: float, meet_timeout_s: float
+    ) -> None:
         self.ended = False
         self.staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
         self._other_rank = 1 - rank
         self._timeout_s = timeout_s
+        self._meet_timeout_s = meet_timeout_s
         self._nccl = device.type == "cuda"
         self._group: Any = self._make_nccl(store, rank) if self._nccl else self._make_gloo(store, rank, host)
 
@@ -56,7 +60,7 @@ class Channel:
     def _make_gloo(self, store: dist.Store, rank: int, host: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=self._timeout_s)
+        options._timeout = timedelta(seconds=self._meet_timeout_s)
         return dist.ProcessGroupGloo(store, rank, 2, options)
 
     def _make_nccl(self, store: dist.Store, rank: int) -> Any:
@@ -67,7 +71,7 @@ class Channel:
 
     def _wait(self, work: Any) -> None:
         if not self._nccl:
-            work.wait()
+            work.wait(timedelta(seconds=self._timeout_s))
             return
         deadline_s = time.monotonic() + self._timeout_s
         while not work.is_completed():

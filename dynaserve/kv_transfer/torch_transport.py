@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dynaserve.kv_transfer.torch_pair import Description, Incoming, Local, Outgoing
-from dynaserve.kv_transfer.transport import KvLayers, TransportError, WorkerEndpoint
+from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError, WorkerEndpoint
 
 PIECE_BYTES = 8 << 20
 """Bounds the staging memory of a channel (a single block may be larger)."""
@@ -63,25 +63,35 @@ class TorchTransport:
     def address(self) -> str:
         return self._local.address
 
-    def push(self, peer: WorkerEndpoint, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+    def push(self, peer: WorkerEndpoint, local_blocks: Sequence[int], remote_blocks: Sequence[int], number: PushNumber | None) -> None:
+        assert number is not None
         with _as_transport_error("push to", peer), self._on_stream():
-            channel = self._outgoing_to(peer).announce(self._describe(remote_blocks))
+            channel = self._outgoing_to(peer, number.session).announce(number.number, self._describe(remote_blocks))
             for blocks in self._pieces(local_blocks):
                 channel.send(self._gather(channel.staging, blocks))
 
-    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int]) -> None:
+    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int], number: PushNumber) -> None:
         with _as_transport_error("receive from", peer), self._on_stream():
-            channel = self._incoming_from(peer).meet(self._describe(local_blocks))
+            channel = self._incoming_from(peer, number.session).meet(number.number, self._describe(local_blocks))
             for blocks in self._pieces(local_blocks):
                 piece = channel.staging[: len(blocks) * self._kv.block_bytes]
                 channel.receive(piece)
                 self._scatter(piece, blocks)
 
-    def discard(self, peer: WorkerEndpoint, num_blocks: int) -> None:
+    def discard(self, peer: WorkerEndpoint, num_blocks: int, number: PushNumber) -> None:
         with _as_transport_error("discard from", peer), self._on_stream():
-            channel = self._incoming_from(peer).meet(Description(num_blocks, self._kv.block_bytes, None))
+            expected = Description(num_blocks, self._kv.block_bytes, None)
+            channel = self._incoming_from(peer, number.session).meet(number.number, expected)
             for blocks in self._pieces(range(num_blocks)):
                 channel.receive(channel.staging[: len(blocks) * self._kv.block_bytes])
+
+    def give_up_push(self, peer: WorkerEndpoint, number: PushNumber) -> None:
+        with _as_transport_error("push to", peer):
+            self._outgoing_to(peer, number.session).give_up(number.number)
+
+    def give_up_receive(self, peer: WorkerEndpoint, number: PushNumber) -> None:
+        with _as_transport_error("receive from", peer):
+            self._incoming_from(peer, number.session).give_up(number.number)
 
     def drop(self, peer: WorkerEndpoint) -> None:
         with self._lock:
@@ -90,6 +100,12 @@ class TorchTransport:
             if end is not None:
                 end.drop()
 
+    def forget(self, peer: WorkerEndpoint) -> None:
+        self.drop(peer)
+        with self._lock:
+            self._outgoing.pop(peer.worker_id, None)
+            self._incoming.pop(peer.worker_id, None)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -97,19 +113,21 @@ class TorchTransport:
         for end in ends:
             end.drop()
 
-    def _outgoing_to(self, peer: WorkerEndpoint) -> Outgoing:
+    def _outgoing_to(self, peer: WorkerEndpoint, session: int) -> Outgoing:
         with self._lock:
             self._check_open()
-            if peer.worker_id not in self._outgoing:
-                self._outgoing[peer.worker_id] = Outgoing(self._local, peer.worker_id, peer.transports[self.name])
-            return self._outgoing[peer.worker_id]
+            end = self._outgoing.get(peer.worker_id)
+            if end is None or end.session != session:
+                end = self._outgoing[peer.worker_id] = Outgoing(self._local, peer.worker_id, peer.transports[self.name], session)
+            return end
 
-    def _incoming_from(self, peer: WorkerEndpoint) -> Incoming:
+    def _incoming_from(self, peer: WorkerEndpoint, session: int) -> Incoming:
         with self._lock:
             self._check_open()
-            if peer.worker_id not in self._incoming:
-                self._incoming[peer.worker_id] = Incoming(self._local, peer.worker_id, self._store)
-            return self._incoming[peer.worker_id]
+            end = self._incoming.get(peer.worker_id)
+            if end is None or end.session != session:
+                end = self._incoming[peer.worker_id] = Incoming(self._local, peer.worker_id, self._store, session)
+            return end
 
     def _check_open(self) -> None:
         if self._closed:

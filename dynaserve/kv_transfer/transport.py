@@ -8,7 +8,7 @@ Two kinds of transport exist:
 * one-sided (`one_sided = True`, Mooncake): `push` writes straight into the peer's cache; the peer does
   nothing and learns from a control message, sent after the write, that the blocks are there.
 * two-sided (torch.distributed): `push` only completes while the peer is in `receive`; the control
-  message that names the blocks therefore travels *before* the data.
+  message that names the blocks, and the push, therefore travels *before* the data.
 
 Threads: for one peer, `push` is called by one thread at a time, and `receive` by one thread at a time;
 these two threads differ, and threads of different peers run at the same time.
@@ -18,12 +18,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 if TYPE_CHECKING:
     import torch
+
+
+Name = Annotated[str, Meta(max_length=4096)]
+"""Of whatever another process names: an address, a model, a path."""
+WorkerId = Annotated[str, Meta(min_length=1, max_length=128)]
+TransportAddress = Annotated[str, Meta(max_length=1 << 16)]
+"""Mooncake's has a number per layer."""
+
+
+class PushNumber(msgspec.Struct, frozen=True, array_like=True):
+    """Which push of a two-sided transport: its sender counts those to each receiver, without a gap.
+
+    session: larger once the sender has forgotten the receiver and begins anew.
+    """
+
+    session: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    number: Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class TransportError(Exception):
@@ -42,9 +60,9 @@ class WorkerEndpoint(msgspec.Struct, frozen=True):
     transports: address per transport name, as `Transport.address()` returned it.
     """
 
-    worker_id: str
-    control: str
-    transports: dict[str, str]
+    worker_id: WorkerId
+    control: Name
+    transports: Annotated[dict[Name, TransportAddress], Meta(max_length=256)]
 
 
 @dataclass(frozen=True)
@@ -83,26 +101,39 @@ class Transport(Protocol):
         """What a peer must know to push into this worker's cache; an opaque string."""
         ...
 
-    def push(self, peer: WorkerEndpoint, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> None:
+    def push(self, peer: WorkerEndpoint, local_blocks: Sequence[int], remote_blocks: Sequence[int], number: PushNumber | None) -> None:
         """Copies local block `local_blocks[i]` into the peer's block `remote_blocks[i]`; blocks until the source may change.
 
-        Raises TransportError. After that the channel to this peer is unusable until `drop(peer)`.
+        number: None on one-sided transports. Raises TransportError. After that the channel to this peer is unusable until
+        `drop(peer)`.
         """
         ...
 
-    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int]) -> None:
-        """Two-sided transports: takes the peer's next push into `local_blocks`; returns when the bytes are in place.
+    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int], number: PushNumber) -> None:
+        """Two-sided transports: takes this push of the peer into `local_blocks`; returns when the bytes are in place.
 
         A one-sided transport raises NotImplementedError. Raises TransportError like `push`.
         """
         ...
 
-    def discard(self, peer: WorkerEndpoint, num_blocks: int) -> None:
-        """Two-sided transports: takes the peer's next push of `num_blocks` blocks and throws it away, which keeps the channel in step."""
+    def discard(self, peer: WorkerEndpoint, num_blocks: int, number: PushNumber) -> None:
+        """Two-sided transports: takes this push of `num_blocks` blocks and throws it away: the sender waits for that."""
+        ...
+
+    def give_up_push(self, peer: WorkerEndpoint, number: PushNumber) -> None:
+        """Two-sided transports, instead of `push`: it will never come. The peer hears of it if that is possible."""
+        ...
+
+    def give_up_receive(self, peer: WorkerEndpoint, number: PushNumber) -> None:
+        """Two-sided transports, instead of `receive`: it is not waited for."""
         ...
 
     def drop(self, peer: WorkerEndpoint) -> None:
-        """Ends the channels from and to this peer, and only those. A later push opens a new one."""
+        """Ends the channels from and to this peer, and only those, and at once what waits for them. A later push opens a new one."""
+        ...
+
+    def forget(self, peer: WorkerEndpoint) -> None:
+        """As `drop`, of a peer whose process has ended: nothing of it is kept."""
         ...
 
     def close(self) -> None:
