@@ -17,6 +17,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,12 @@ from benchmarks import prediction
 from benchmarks.disturbance import disturb
 from benchmarks.goals import OURS, STOCK, best_chunk, line, print_compared
 from benchmarks.load_search import best_rate, next_rate
+from benchmarks.parsers import parser_of
 from benchmarks.runs import Run, Trace, read, replay
 from benchmarks.servers import Servers, System, running
+from dynaserve.bench.options import positive
 from dynaserve.bench.report import machine
-from dynaserve.errors import DynaServeError
+from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
 from dynaserve.step_report import read_log
@@ -77,6 +80,20 @@ class Bench:
         self.stock, self.ours = System(STOCK, None), System(OURS, "dynaserve", slo)
         self.core = min(os.sched_getaffinity(0))
         self.measured_s = 0.0
+
+    @property
+    def point_trace(self) -> Trace:
+        return Trace(self.point, 1, None, self.tbt_slo_ms)
+
+    @property
+    def curve_trace(self) -> Trace:
+        return Trace(self.curve, 1, self.form.curve_s, self.tbt_slo_ms)
+
+    def check(self) -> None:
+        """Raises ConfigError where a trace cannot be sent: now, rather than when the servers have started."""
+        self.point_trace.check()
+        if self.form.parts:
+            self.curve_trace.check()
 
     def servers(self, *systems: System) -> Servers:
         return Servers(partial(running, systems, smollm2(), self.common, self.folder / "logs"), self.warm_up)
@@ -140,8 +157,7 @@ def fixed(chunk: int) -> System:
 
 def run(bench: Bench) -> None:
     form = bench.form
-    point = Trace(bench.point, 1, None, bench.tbt_slo_ms)
-    curve = Trace(bench.curve, 1, form.curve_s, bench.tbt_slo_ms)
+    point, curve = bench.point_trace, bench.curve_trace
     with bench.servers(bench.stock) as servers:
         point_rate = bench.point_rate or bench.search("point", servers, point, first=3.0)
         curve_rate = bench.search("curve", servers, curve, first=3.0) if form.parts else None
@@ -168,9 +184,14 @@ def run(bench: Bench) -> None:
     (bench.folder / "results.json").write_text(json.dumps({"machine": machine(), "dtype": fast_dtype(), "runs": raw}, indent=1))
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = _parser()
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    bench = _bench(args)
+    try:
+        bench.check()
+    except ConfigError as error:
+        parser.error(str(error))
     args.output.mkdir(parents=True, exist_ok=True)
     settings = json.dumps([args.point, args.curve, args.tbt_slo_ms, args.vllm_args, str(args.traces), fast_dtype()])
     known = args.output / "settings.json"
@@ -178,20 +199,26 @@ def main() -> None:
         parser.error(f"{args.output} holds runs of other options, {known.read_text()}: take another --output")
     known.write_text(settings)
     print(
-        f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *sys.argv[1:]])}\nmachine: {json.dumps(machine())}; {fast_dtype()}",
+        f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *arguments])}\nmachine: {json.dumps(machine())}; {fast_dtype()}",
         flush=True,
     )
-    common = ("--served-model-name", "model", *shlex.split(args.vllm_args))
-    form = QUICK if args.quick else FULL
     try:
-        run(
-            Bench(
-                form, args.point_rate, _with(args.traces, args.point), _with(args.traces, args.curve), args.tbt_slo_ms, common, args.output
-            )
-        )
+        run(bench)
     except DynaServeError as error:
         print(f"bench-batching: {error}", file=sys.stderr)
         raise SystemExit(1) from error
+
+
+def _bench(args: argparse.Namespace) -> Bench:
+    return Bench(
+        form=QUICK if args.quick else FULL,
+        point_rate=args.point_rate,
+        point=_with(args.traces, args.point),
+        curve=_with(args.traces, args.curve),
+        tbt_slo_ms=args.tbt_slo_ms,
+        common=("--served-model-name", "model", *shlex.split(args.vllm_args)),
+        folder=args.output,
+    )
 
 
 def _with(traces: Path | None, arguments: str) -> tuple[str, ...]:
@@ -199,17 +226,17 @@ def _with(traces: Path | None, arguments: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.batching", description=__doc__.partition("\n")[0])
+    parser = parser_of("batching", __doc__.partition("\n")[0], "--quick --traces DIR --output build/bench-batching")
     parser.add_argument("--quick", action="store_true", help="some twelve minutes: the load point once, no fixed chunks, no curve")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files that --point and --curve name")
     parser.add_argument("--point", default=POINT, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
-    parser.add_argument("--point-rate", type=float, metavar="R", help="of --point, in requests per second (default: searched)")
+    parser.add_argument("--point-rate", type=positive, metavar="R", help="of --point, in requests per second (default: searched)")
     parser.add_argument("--curve", default=CURVE, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
-    parser.add_argument("--tbt-slo-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)s)")
+    parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
     parser.add_argument("--vllm-args", default="--max-num-seqs 64", metavar="ARGS", help="of all servers (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("build/bench-batching"), metavar="DIR", help="raw data (default: %(default)s)")
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

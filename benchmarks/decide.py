@@ -9,22 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.parsers import parser_of
+from dynaserve.bench.options import whole
 from dynaserve.bench.report import machine
 from tests.virtual_engine import Engine
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__.partition("\n")[0])
-    parser.add_argument("--running", type=int, default=256, metavar="N", help="requests (default: %(default)s)")
-    parser.add_argument("--waiting", type=int, default=64, metavar="N", help="prompts (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="(default: %(default)s)")
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> None:
+    args = _parser().parse_args(arguments)
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         engine = _engine(Path(folder), args.running, args.waiting, args.steps)
@@ -35,6 +35,14 @@ def main() -> None:
     print(f"{args.running} running, {args.waiting} waiting; medians of {args.steps} steps, microseconds")
     for name, microseconds in times.medians().items():
         print(f"  {name:40s} {microseconds:8.1f}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("decide", __doc__.partition("\n")[0], "--running 256 --waiting 64 --steps 400")
+    parser.add_argument("--running", type=whole(1), default=256, metavar="N", help="requests (default: %(default)s)")
+    parser.add_argument("--waiting", type=whole(0), default=64, metavar="N", help="prompts (default: %(default)s)")
+    parser.add_argument("--steps", type=whole(1), default=400, metavar="N", help="(default: %(default)s)")
+    return parser
 
 
 def _engine(folder: Path, running: int, waiting: int, steps: int) -> Engine:
@@ -84,4 +92,4 @@ class _Times:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -29,10 +29,10 @@ import psutil
 from benchmarks.processes import Held, held
 from dynaserve.bench import options, trial
 from dynaserve.bench.report import machine
-from dynaserve.liveness import Health
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
+from dynaserve.metrics_page import total
 
 WORKLOAD, SPLIT = "fixed:128,32", 140
 MIB = 2**20
@@ -40,12 +40,11 @@ MIB = 2**20
 
 @dataclass
 class Watch:
-    """Samples until it is told to stop. samples: (seconds, what was held) by process. not_up: how often an instance was seen not up."""
+    """Samples until it is told to stop. samples: (seconds, what was held) by process."""
 
     fleet: LocalFleet
     every_s: float
     samples: dict[str, list[tuple[float, Held]]] = field(default_factory=dict)
-    not_up: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
@@ -54,8 +53,12 @@ class Watch:
                 for pid in pids:
                     with suppress(psutil.NoSuchProcess):  # a helper that has ended since
                         self.samples.setdefault(f"{name}, process {pid}", []).append((time.monotonic(), held(pid)))
-            fleet = httpx.get(f"{self.fleet.frontend_url}/dynaserve/fleet", timeout=60).raise_for_status().json()
-            self.not_up += sum(instance["health"] != Health.UP.value for instance in fleet["instances"].values())
+
+
+def deaths(fleet: LocalFleet) -> float:
+    """How often the front-end has declared an instance dead."""
+    page = httpx.get(f"{fleet.frontend_url}/metrics", timeout=60).raise_for_status().text
+    return total(page, "dynaserve_instance_deaths_total")
 
 
 def report(samples: Mapping[str, Sequence[tuple[float, Held]]]) -> None:
@@ -114,9 +117,10 @@ def main() -> None:
         finally:
             watch.over.set()
         watching.result()
+        dead = deaths(fleet)
     report(watch.samples)
-    print(f"an instance was seen not {Health.UP.value}: {watch.not_up} times; requests that failed: {dict(failures)}")
-    raise SystemExit(1 if failures or watch.not_up else 0)
+    print(f"healthy instances declared dead: {dead:.0f} times; requests that failed: {dict(failures)}")
+    raise SystemExit(1 if failures or dead else 0)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. A first run teaches the instances
 their profile. The simulator then gets the profile of the first one and the errors of its predictions, and the very same requests at
-the same times. It has no front-end and no client, which share the cores of the real one.
+the same times. It has no front-end and no client, which share the cores of the real one. The simulator is told the exact lengths of
+answers (`--expect exact`), while the front-end predicts them from the answers that it has seen.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from benchmarks.parsers import parser_of
 from dynaserve.bench import capacity, simulate
+from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
@@ -72,12 +75,12 @@ class Load:
         return [*self.arguments, "--rate", f"{self.rate_per_s:g}", "--tbt-slo-ms", f"{self.tbt_slo_ms:g}"]
 
 
-def main() -> None:
-    args = _parser().parse_args()
+def main(arguments: Sequence[str]) -> None:
+    args = _parser().parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
-    print(f"command: {shlex.join(['python', '-m', 'benchmarks.fidelity', *sys.argv[1:]])}\nmachine: {json.dumps(machine())}", flush=True)
-    arguments = (*shlex.split(args.trace), "--duration-s", f"{args.duration_s:g}", "--seed", str(args.seed))
-    load = Load(arguments, args.rate, args.tbt_slo_ms, not args.quick)
+    print(f"command: {shlex.join(['python', '-m', 'benchmarks.fidelity', *arguments])}\nmachine: {json.dumps(machine())}", flush=True)
+    requests = (*shlex.split(args.trace), "--duration-s", f"{args.duration_s:g}", "--seed", str(args.seed))
+    load = Load(requests, args.rate, args.tbt_slo_ms, not args.quick)
     try:
         run(load, args.output)
     except DynaServeError as error:
@@ -153,7 +156,7 @@ def _sigma(log: Path, began_s: float) -> float:
 def _simulate(load: Load, policy: str, profile: Path, sigma: float) -> Figures:
     """The margin of the local scheduler and the noise of the steps are both the measured sigma."""
     kv_tokens = (1 << 30) // KV_TOKEN_BYTES
-    fleet = ("--profile", str(profile), "--policy", policy, "--batching", "slo", "--step-sigma", f"{sigma:.4g}")
+    fleet = ("--profile", str(profile), "--policy", policy, "--batching", "slo", "--step-sigma", f"{sigma:.4g}", "--expect", "exact")
     limits = ("--chunk", str(MOST_STEP_TOKENS), "--max-running", str(MOST_RUNNING), "--kv-tokens", str(kv_tokens))
     arguments = [*fleet, *limits, *load.shared()]
     found = simulate.one_run(arguments).summary
@@ -183,20 +186,18 @@ def _write(path: Path, table: Sequence[tuple[str, Figures, Figures]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("fidelity", __doc__, "--quick --rate 1.5 --output build/bench-fidelity")
     parser.add_argument("--quick", action="store_true", help="some ten minutes: without the searches for capacities")
     parser.add_argument(
         "--trace", default="--workload sample --drawn", metavar="ARGS", help="requests, as for dynaserve simulate (default: %(default)s)"
     )
-    parser.add_argument("--rate", type=float, default=1.5, metavar="R", help="requests per second (default: %(default)s)")
-    parser.add_argument("--duration-s", type=float, default=60.0, metavar="T", help="of a run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
-    parser.add_argument("--tbt-slo-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)s)")
+    parser.add_argument("--rate", type=positive, default=1.5, metavar="R", help="requests per second (default: %(default)s)")
+    parser.add_argument("--duration-s", type=positive, default=60.0, metavar="T", help="of a run (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
+    parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("build/bench-fidelity"), metavar="DIR", help="raw data (default: %(default)s)")
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -25,12 +25,12 @@ from statistics import median
 
 import httpx
 
-from benchmarks.processes import cpu_s
 from dynaserve.bench.client import Planned, http_client, send
 from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.measures import Distribution
+from dynaserve.bench.processes import cpu_s
 from dynaserve.bench.report import machine
-from dynaserve.bench.systems import System, running
+from dynaserve.bench.systems import System, started
 from dynaserve.local.fleet import HOST, LocalFleet, free_ports
 from dynaserve.local.model import cache_dir, random_model, smollm2
 from workloads.trace import TraceRequest
@@ -54,8 +54,9 @@ class Part:
 async def ask(http: httpx.AsyncClient, endpoint: Endpoint, rng: random.Random, output_tokens: int) -> float:
     """Time to the first token, ms."""
     prompt = [rng.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)]
-    planned = Planned(0, 0.0, TraceRequest(None, PROMPT_TOKENS, output_tokens), endpoint.body(prompt, output_tokens))
-    record = await send(http, endpoint, planned, time.perf_counter(), REQUEST_TIMEOUT_S)
+    request = TraceRequest(None, PROMPT_TOKENS, output_tokens)
+    planned = Planned(0, 0.0, request, endpoint.completions_url, endpoint.body(prompt, output_tokens))
+    record = await send(http, planned, time.perf_counter(), REQUEST_TIMEOUT_S)
     if record.failure is not None:
         raise SystemExit(f"{endpoint.url}: {record.failure}")
     return 1e3 * (record.token_times_s[0] - record.sent_s)
@@ -96,9 +97,10 @@ def router(urls: Sequence[str]) -> Iterator[tuple[str, int] | None]:
         return
     port, metrics_port = map(str, free_ports(2))
     options = ["--policy", "round_robin", "--worker-urls", *urls, "--prometheus-host", HOST, "--prometheus-port", metrics_port]
-    system = System(ROUTER, f"http://{HOST}:{port}", [[command, "--host", HOST, "--port", port, *options]], START_TIMEOUT_S)
-    with running(system) as (child,):
-        yield system.url, child.pids[0]
+    url = f"http://{HOST}:{port}"
+    system = System(ROUTER, (url,), [[command, "--host", HOST, "--port", port, *options]], START_TIMEOUT_S)
+    with started(system) as (child,):
+        yield url, child.pids[0]
 
 
 def p50(values: Sequence[float]) -> float:

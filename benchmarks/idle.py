@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.processes import cpu_s
+from dynaserve.bench.processes import cpu_s
 from dynaserve.bench.report import machine
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
@@ -61,7 +61,7 @@ def idle_cores(fleet: LocalFleet, duration_s: float) -> list[float]:
 
 
 def held(fleet: LocalFleet) -> list[dict[str, int]]:
-    return [httpx.get(f"{url}/dynaserve/instance/state").raise_for_status().json() for url in fleet.urls]
+    return [httpx.get(f"{url}/dynaserve/instance/state", timeout=60).raise_for_status().json() for url in fleet.urls]
 
 
 def wait_until_all_wait(fleet: LocalFleet, requests: int) -> None:

@@ -12,13 +12,11 @@ import json
 import shlex
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from dynaserve.bench import options, trial
 from dynaserve.bench.measures import Summary
@@ -28,6 +26,7 @@ from dynaserve.bench.trial import Trial
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import StolenTime, fast_dtype
+from dynaserve.metrics_page import total
 
 WORKLOAD = "fixed:128,32"
 FILLING_S = 10.0
@@ -35,7 +34,7 @@ FILLING_S = 10.0
 STEP = 1.4
 """The load rises by this factor."""
 REFUSED = "HTTP 429"
-TBT_TOKENS = "dynaserve_tbt_tokens"
+TBT_TOKENS, TBT_TOKENS_IN_SLO = "dynaserve_tbt_tokens_total", "dynaserve_tbt_tokens_in_slo_total"
 ATTAINMENT, THROUGHPUT = 0.98, 0.9
 """Goals: least share of the gaps between tokens within the SLO, and least part of the best throughput."""
 
@@ -74,13 +73,11 @@ def tokens_while_they_came(records: Sequence[RequestRecord], duration_s: float) 
     return counted / (duration_s - FILLING_S)
 
 
-def token_counts(urls: Sequence[str]) -> Counter[str]:
-    """What the instances count of their tokens, by the name of the metric."""
-    counts: Counter[str] = Counter()
-    for url in urls:
-        for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text):
-            counts.update({sample.name: int(sample.value) for sample in family.samples if sample.name.startswith(TBT_TOKENS)})
-    return counts
+def token_counts(urls: Sequence[str]) -> tuple[float, float]:
+    """What the instances count of the gaps between their tokens: all, and those within the SLO."""
+    pages = [httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text for url in urls]
+    counted, in_time = (sum(total(page, name) for page in pages) for name in (TBT_TOKENS, TBT_TOKENS_IN_SLO))
+    return counted, in_time
 
 
 def measure(fleet: LocalFleet, rate_per_s: float, duration_s: float, args: argparse.Namespace) -> Load:
@@ -88,11 +85,10 @@ def measure(fleet: LocalFleet, rate_per_s: float, duration_s: float, args: argpa
     chosen = ["--url", fleet.frontend_url, "--workload", WORKLOAD, "--rate", f"{rate_per_s:g}", "--duration-s", f"{duration_s:g}"]
     slo = ["--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--max-client-lag-ms", f"{args.max_client_lag_ms:g}"]
     run: Trial = trial.run(options.parse([*chosen, *slo]), rate_per_s, args.seed, lambda _: None)
-    counted = token_counts(fleet.urls) - before
-    if not counted[f"{TBT_TOKENS}_total"]:
-        raise SystemExit(f"the instances have counted no {TBT_TOKENS}_total: did no request get a second token?")
-    in_time = counted[f"{TBT_TOKENS}_in_slo_total"] / counted[f"{TBT_TOKENS}_total"]
-    load = Load(rate_per_s, run.summary, tokens_while_they_came(run.records, duration_s), in_time)
+    counted, in_time = (after - then for after, then in zip(token_counts(fleet.urls), before, strict=True))
+    if not counted:
+        raise SystemExit(f"the instances have counted no {TBT_TOKENS}: did no request get a second token?")
+    load = Load(rate_per_s, run.summary, tokens_while_they_came(run.records, duration_s), in_time / counted)
     print(load.row(), flush=True)
     return load
 

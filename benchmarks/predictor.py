@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.parsers import parser_of
+from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
@@ -99,12 +102,8 @@ def report(ended: Sequence[Ended]) -> None:
         print(f"  {name}: absolute error median {median(errors):.1%}, p95 {tail:.1%}; actual over expected, median {bias:.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictor", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rate", type=float, default=0.8, metavar="R", help="requests a second (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> None:
+    args = _parser().parse_args(arguments)
     print(f"machine: {json.dumps(machine())}; rate {args.rate}, seed {args.seed}; {fast_dtype()}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
@@ -114,6 +113,14 @@ def main() -> None:
         with fleet_of(profile, Path(folder) / "compare", "--policy", "dynamic", "--latency-profile", str(profile)) as fleet:
             ids = replay(fleet, args.rate, args.requests, args.seed + 1)
             report([read(_record(fleet, request_id)) for request_id in ids])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("predictor", __doc__.partition("\n")[0], "--rate 0.8 --requests 120")
+    parser.add_argument("--rate", type=positive, default=0.8, metavar="R", help="requests a second (default: %(default)s)")
+    parser.add_argument("--requests", type=whole(2), default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
+    return parser
 
 
 def fleet_of(profile: Path, logs: Path, *frontend_args: str) -> LocalFleet:
@@ -138,4 +145,4 @@ def _wait_for(profile: Path, timeout_s: float = 60.0) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,8 +1,7 @@
-"""What processes of a fleet spend and hold."""
+"""What processes of a fleet hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -23,9 +22,3 @@ def held(pid: int) -> Held:
     with process.oneshot():
         sockets = len(process.net_connections("all"))
         return Held(process.memory_full_info().uss, process.num_fds(), sockets, process.num_threads())
-
-
-def cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds of these processes so far, user and system."""
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return sum(t.user + t.system for t in times)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynaserve.bench import options
+from dynaserve.bench.replay import plan_requests
 from dynaserve.bench.verdict import growth
 from dynaserve.errors import DynaServeError
 
@@ -36,6 +38,11 @@ class Trace:
         # The client shares the machine with whatever else runs on it; its lag is part of the report.
         limits = ["--tbt-slo-ms", f"{self.tbt_slo_ms:g}", "--max-client-lag-ms", "1000"]
         return ["dynaserve", "bench", "replay", "--url", url, *self.arguments, *rate, *limits, "--output", str(output)]
+
+    def check(self) -> None:
+        """Raises ConfigError where the client would refuse it: now, rather than when servers have started for it."""
+        _, _, _, *arguments = self.command("http://not-asked", 1.0, Path("not-written"))
+        plan_requests(options.parse(arguments))
 
 
 @dataclass(frozen=True)

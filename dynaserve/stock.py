@@ -6,34 +6,37 @@ the plugin beside it: `dynaserve.fleet.completed`; docs/failures.md lists what i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
+from msgspec import Meta
 
 from dynaserve.errors import ConfigError
+from dynaserve.kv_transfer.transport import Name
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load
+from dynaserve.metrics_page import samples
 
 OBSTACLE = "it is a vLLM server without the plugin"
 
 
 class _Version(msgspec.Struct):
-    version: str
+    version: Name
 
 
 class _Model(msgspec.Struct):
     """parent: of an adapter, the model that it belongs to. root: what `vllm serve` was given."""
 
-    id: str
-    root: str | None = None
-    parent: str | None = None
+    id: Name
+    root: Name | None = None
+    parent: Name | None = None
     max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: Annotated[list[_Model], Meta(max_length=1 << 16)]
 
 
 def describe(url: str, get: Callable[[str], httpx.Response]) -> InstanceDescription:
@@ -67,7 +70,8 @@ def describe(url: str, get: Callable[[str], httpx.Response]) -> InstanceDescript
         tensor_parallel_size=0,
         device="",
         parallelism="",
-        batching="vllm",
+        tbt_slo_ms=None,
+        min_prefill_tokens=0,
         cut_obstacle=OBSTACLE,
         workers=[],
         stock=True,
@@ -82,23 +86,16 @@ def _content(answer: httpx.Response) -> bytes:
 
 def cache_config(metrics: str) -> Mapping[str, str]:
     """The labels of `vllm:cache_config_info` (vllm/v1/metrics/loggers.py). Raises ValueError where there is none."""
-    (sample, *_) = _samples(metrics, "vllm:cache_config_info")
+    (sample, *_) = samples(metrics, "vllm:cache_config_info")
     return dict(sample.labels)
 
 
 def load_of(metrics: str) -> Load:
     """Of a server with several engines, all of them: their requests, and the fullest KV cache. Raises ValueError."""
     running, waiting, usage = (
-        [sample.value for sample in _samples(metrics, f"vllm:{name}")]
+        [sample.value for sample in samples(metrics, f"vllm:{name}")]
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     )
+    if not all(map(math.isfinite, (*running, *waiting, *usage))):
+        raise ValueError(f"requests running {running}, waiting {waiting}, KV cache usage {usage}: not all of them are numbers")
     return Load(int(sum(running)), int(sum(waiting)), max(usage))
-
-
-def _samples(metrics: str, name: str) -> list[Sample]:
-    """Of the whole page only these lines are parsed: it has thousands, and is asked for all the time."""
-    lines = "".join(f"{line}\n" for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
-    found = [sample for family in text_string_to_metric_families(lines) for sample in family.samples]
-    if not found:
-        raise ValueError(f"no {name} at /metrics")
-    return found

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dynaserve.bench import compare, systems
+from dynaserve.bench import compare, systems, trial
+from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import paired_ratio
-from dynaserve.bench.systems import CutCounts, System
+from dynaserve.bench.systems import CutCounts, Running, System
 from dynaserve.errors import ConfigError
 from dynaserve.local.fleet import free_ports
 from tests.completion_server import Act, running_server
@@ -51,16 +56,18 @@ def test_a_system_is_started_for_its_turn_and_ended_after_it() -> None:
         "    def do_GET(self): self.send_response(200); self.end_headers()\n"
         f"h.HTTPServer(('127.0.0.1', {port}), H).serve_forever()"
     )
-    system = System("toy", f"http://127.0.0.1:{port}", [[sys.executable, "-c", code]])
-    with systems.running(system):
-        assert systems.cut_counts(system.url) is None
+    urls = (f"http://127.0.0.1:{port}",)
+    system = System("toy", urls, [[sys.executable, "-c", code]])
+    with systems.running(system) as running:
+        assert running == Running(urls)
+        assert systems.cut_counts(urls) is None
         with pytest.raises(ConfigError, match=r"something answers at .* before it is started"), systems.running(system):
             pass
-    with pytest.raises(ConfigError, match="does not answer after 1 s"), systems.running(System("none", system.url, [["sleep", "60"]], 1.0)):
+    with pytest.raises(ConfigError, match="does not answer after 1 s"), systems.running(System("none", urls, [["sleep", "60"]], 1.0)):
         pass
     with (
         pytest.raises(ConfigError, match="a command ended with status 3"),
-        systems.running(System("bad", system.url, [["sh", "-c", "exit 3"]])),
+        systems.running(System("bad", urls, [["sh", "-c", "exit 3"]])),
     ):
         pass
 
@@ -68,7 +75,10 @@ def test_a_system_is_started_for_its_turn_and_ended_after_it() -> None:
 def test_systems_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "systems.toml"
     path.write_text('[[system]]\nname = "a"\nurl = "http://x:1/v1"\ncommands = ["run --name \'two words\'"]\n')
-    assert systems.from_toml(path) == [System("a", "http://x:1", [["run", "--name", "two words"]])]
+    assert systems.from_toml(path) == [System("a", ("http://x:1",), [["run", "--name", "two words"]])]
+    path.write_text('[[system]]\nname = "a"\nurls = ["http://x:1/v1", "http://x:2"]\n')
+    assert [system.urls for system in systems.from_toml(path)] == [("http://x:1", "http://x:2")]
+    assert systems.from_url("a=http://x:1,http://x:2/v1") == System("a", ("http://x:1", "http://x:2"))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +89,10 @@ def test_systems_are_read_from_a_file(tmp_path: Path) -> None:
         ('[[system]]\nname = "a"', "a system has no url"),
         ("[[system]]\nport = 1", "system key 'port' is unknown"),
         ("[[system]]\nname = 1", "system key name is 1"),
+        ('[[system]]\nname = "a"\nurls = []', "a system has no url"),
+        ('[[system]]\nname = "a"\nurls = [1]', "'1' is not a URL"),
+        ('[[system]]\nname = "a"\nurls = ["http://x", "http://x/v1"]', "http://x is given twice"),
+        ('[[system]]\nname = "a"\nurl = "http://x"\nurls = ["http://y"]', "system a has url and urls: it needs one of them"),
     ],
 )
 def test_a_bad_file_of_systems_is_refused(tmp_path: Path, content: str, named: str) -> None:
@@ -103,6 +117,7 @@ def test_the_faster_of_two_servers_is_told_by_a_report(tmp_path: Path, capsys: p
     assert end.value.code == 0, output.err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["systems"]["fast"]["ratio"]["value"] > 1.5
+    assert results["complete"]
     assert results["systems"]["slow"]["ratio"]["value"] == 1.0
     assert len(results["systems"]["fast"]["rates_per_s"]) == 2
     page = (tmp_path / "out" / "report.html").read_text()
@@ -111,6 +126,68 @@ def test_the_faster_of_two_servers_is_told_by_a_report(tmp_path: Path, capsys: p
     for name in ("capacity", "goodput", "tbt", "timeline"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "fast" in output.out
+
+
+def test_systems_that_python_starts_are_saturated_and_searched_in_turns(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    started: list[str] = []
+
+    def of(name: str, slots: int, *front_pids: int) -> System:
+        @contextmanager
+        def start() -> Iterator[Running]:
+            started.append(name)
+            with running_server() as one, running_server() as other:
+                one.act = other.act = Act(slots=slots, delay_s=0.02)
+                yield Running((one.url, other.url), front_pids)
+                assert abs(len(one.prompts) - len(other.prompts)) <= 1
+
+        return System(name, start=start)
+
+    options = compare.parse(arguments(tmp_path, "--system", "a=http://x", "--system", "b=http://y", "--requests", "12", "--rate", "0.5"))
+    chosen = replace(options, systems=[of("slow", 1), of("fast", 4, os.getpid())], side_by_side=False, saturates=True)
+    assert compare.run(chosen, {"command": "a command", "machine": {}, "seed": 1}) == 0
+    assert started == ["slow", "fast", "fast", "slow"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["seed"] == 1
+    slow, fast = (results["systems"][name] for name in ("slow", "fast"))
+    assert 0 < slow["saturation_per_s"] < fast["saturation_per_s"]
+    first = slow["trials"][0]
+    assert first["rate_per_s"] == pytest.approx(0.5 * slow["saturation_per_s"])
+    assert first["front_cores"] is None
+    assert fast["best"]["front_cores"] > 0
+    assert fast["best"] in fast["trials"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+
+
+def test_nothing_more_is_sent_once_the_slo_cannot_be_kept(tmp_path: Path) -> None:
+    options = compare.parse(arguments(tmp_path, "--system", "a=http://x", "--system", "b=http://y", "--requests", "40", "--rate", "50"))
+    with running_server() as server:
+        server.act = Act(delay_s=0.02)
+        hopeless = replace(options.replay, urls=(server.url,), duration_s=None, slo=Slo(1.0))
+        whole, cut_short = (trial.run(hopeless, 20.0, 1, gives_up=gives_up) for gives_up in (False, True))
+    assert whole.summary.requests == 40
+    assert cut_short.summary.requests < 40
+    for run in (whole, cut_short):
+        assert run.summary.finished == run.summary.requests
+        assert (run.not_sustained or "").startswith("P99 TBT")
+
+
+def test_what_was_measured_before_an_error_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    with running_server() as sound, running_server() as wrong:
+        wrong.act = Act(lose=1)
+        with pytest.raises(SystemExit) as end:
+            compare.main(arguments(tmp_path, "--system", f"sound={sound.url}", "--system", f"wrong={wrong.url}", "--most-rate", "16"))
+    path = tmp_path / "out" / "results.json"
+    assert end.value.code == 3
+    assert f"; turns measured before it: 1, in {path}\n" in capsys.readouterr().err
+    results = json.loads(path.read_text())
+    assert not results["complete"]
+    sound_rates, wrong_rates = (results["systems"][name]["rates_per_s"] for name in ("sound", "wrong"))
+    assert len(sound_rates) == 1
+    assert sound_rates[0] in [trial["rate_per_s"] for trial in results["systems"]["sound"]["trials"]]
+    assert wrong_rates == []
 
 
 @pytest.mark.parametrize(

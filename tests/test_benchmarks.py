@@ -6,10 +6,12 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from benchmarks import prediction, predictor
+from benchmarks import batching, placement, prediction, predictor
 from benchmarks.goals import best_chunk, median_of, misses
 from benchmarks.load_search import best_rate, next_rate
 from benchmarks.runs import Run
@@ -120,3 +122,67 @@ def test_the_predictor_s_errors_are_shares_of_what_happened(capsys: pytest.Captu
         "  first token: absolute error median 20.0%, p95 20.0%; actual over expected, median 1.25",
         "  end: absolute error median 10.0%, p95 10.0%; actual over expected, median 1.11",
     ]
+
+
+def command(name: str, *arguments: str) -> None:
+    """`python -m benchmarks.NAME`."""
+    if name == "decide":
+        pytest.importorskip("vllm")
+    import_module(f"benchmarks.{name}").main(arguments)
+
+
+@pytest.mark.parametrize("name", ["batching", "decide", "fidelity", "placement", "predictor"])
+def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(name, "--help")
+    assert end.value.code == 0
+    assert f"example:\n  python -m benchmarks.{name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "named"),
+    [
+        ("batching", "--point-rate", "0", "'0' is not a number above 0"),
+        ("decide", "--steps", "0", "'0' is not a whole number of at least 1"),
+        ("fidelity", "--duration-s", "nan", "'nan' is not a number above 0"),
+        ("placement", "--decisions", "0", "'0' is not a whole number of at least 1"),
+        ("placement", "--gap-fleets", "0", "'0' is not a whole number of at least 1"),
+        ("predictor", "--rate", "0", "'0' is not a number above 0"),
+        ("predictor", "--requests", "1", "'1' is not a whole number of at least 2"),
+    ],
+)
+def test_numbers_that_measure_nothing_are_refused(
+    name: str, option: str, value: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(name, option, value)
+    assert end.value.code == 2
+    assert f"argument {option}: {named}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((), "workload azure-code is not part of the package: name the folder that holds azure_code_2023.csv with --traces"),
+        (("--point", "--workload sample --nosuch"), "unrecognized arguments: --nosuch"),
+        (("--point", "--workload sample"), "workload azure-conv is not part of the package"),
+    ],
+)
+def test_traces_are_looked_for_before_servers_start(
+    options: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        batching.main([*options, "--output", str(tmp_path / "out")])
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_curve_is_not_looked_for_where_it_is_not_measured() -> None:
+    point = ("--workload", "sample", "--arrivals", "trace")
+    batching.Bench(batching.QUICK, None, point, ("--workload", "azure-conv"), 100.0, (), Path("out")).check()
+
+
+def test_the_gap_is_told_with_its_tail(capsys: pytest.CaptureFixture[str]) -> None:
+    placement.print_gaps([0.001 * number for number in range(200)])
+    assert capsys.readouterr().out == "gap to exhaustive search, 200 fleets: mean 9.95%, p95 19.00%, p99 19.80%, worst 19.90%\n"

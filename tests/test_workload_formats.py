@@ -69,6 +69,22 @@ def test_sharegpt_counts_the_first_question_and_answer(tmp_path: Path) -> None:
         catalog.load(f"sharegpt:{path}")
 
 
+@pytest.mark.parametrize(
+    ("conversations", "named"),
+    [
+        ([{"conversations": ["hello", "world"]}], "conversation 0: turn 0: 'hello' is not a JSON object"),
+        ([{"conversations": [{"from": "human"}, None]}], "conversation 0: turn 1: 'None' is not a JSON object"),
+        ([{"conversations": []}, {"conversations": "x"}], "conversation 1: has no list of conversations"),
+        ({}, "is not a JSON list of conversations"),
+    ],
+)
+def test_a_bad_sharegpt_file_is_refused_with_conversation_and_value(tmp_path: Path, conversations: object, named: str) -> None:
+    path = write(tmp_path / "s.json", json.dumps(conversations))
+    with pytest.raises(WorkloadError) as refusal:
+        formats.read("sharegpt", path, len)
+    assert str(refusal.value) == f"{path}: {named}"
+
+
 def test_sharegpt_is_counted_by_a_tokenizer_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))

@@ -107,6 +107,9 @@ def _sharegpt(path: Path, count_tokens: CountTokens | None) -> Iterator[TraceReq
         turns = conversation.get("conversations") if isinstance(conversation, dict) else None
         if not isinstance(turns, list):
             raise WorkloadError(f"{path}: conversation {index}: has no list of conversations")
+        for number, turn in enumerate(turns[:2]):
+            if not isinstance(turn, dict):
+                raise WorkloadError(f"{path}: conversation {index}: turn {number}: {str(turn)[:80]!r} is not a JSON object")
         if len(turns) >= 2 and turns[0].get("from") in _QUESTION and turns[1].get("from") in _ANSWER:
             prompt_tokens, output_tokens = (count_tokens(str(turn.get("value", ""))) for turn in turns[:2])
             if prompt_tokens:

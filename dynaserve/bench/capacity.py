@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def status_of(command: str, work: Callable[[], int]) -> int:
         return _say(command, f"not reported: {error}", NOT_TRUSTED)
     except ConfigError as error:
         return _say(command, str(error), BAD_INPUT)
-    except KeyboardInterrupt:
-        return _say(command, "interrupted, nothing is reported", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        return _say(command, str(error) or "interrupted, nothing is reported", INTERRUPTED)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -89,8 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     client.allow_many_connections()
     console, found = Console(highlight=False), list[Repetition]()
     for number in range(searching.repetitions):
-        known = [rate for repetition in found if (rate := repetition.passed_per_s)]
-        found.append(find(opts, replace(searching, first_per_s=known[-1] if known else searching.first_per_s), opts.seed + number, _tell))
+        found.append(find(partial(trial.run, opts), following(searching, found), opts.seed + number, _tell))
     if opts.output is not None:
         _write(opts.output, arguments, opts, found)
     capacity = median_rate(found)
@@ -131,14 +131,23 @@ def drawn_options(args: argparse.Namespace) -> ReplayOptions:
     return replace(options.replay_options(args), drawn=True)
 
 
-def find(opts: ReplayOptions, searching: SearchOptions, seed: int, tell: Callable[[Trial], None]) -> Repetition:
-    """One search with that seed. tell: called after each run."""
+def following(searching: SearchOptions, found: Sequence[Repetition]) -> SearchOptions:
+    """The search after these: it begins at the last rate that passed, or at the least one if none did."""
+    if not found:
+        return searching
+    known = [rate for repetition in found if (rate := repetition.passed_per_s)]
+    return replace(searching, first_per_s=known[-1] if known else searching.least_per_s)
+
+
+def find(measure: Callable[[float, int], Trial], searching: SearchOptions, seed: int, tell: Callable[[Trial], None]) -> Repetition:
+    """One search. measure: one run at that rate, with that seed. tell: called after each run, which is kept without its requests."""
     trials: list[Trial] = []
 
     def passes(rate_per_s: float) -> bool:
-        trials.append(trial.run(opts, rate_per_s, seed, lambda _: None))
-        tell(trials[-1])
-        return trials[-1].not_sustained is None
+        run = measure(rate_per_s, seed)
+        tell(run)
+        trials.append(replace(run, records=()))
+        return run.not_sustained is None
 
     found = search.highest_rate(passes, searching.first_per_s, searching.resolution, searching.least_per_s, searching.most_per_s)
     return Repetition(seed, found.passed_per_s, found.failed_per_s, trials)
@@ -160,7 +169,8 @@ def bracket(repetition: Repetition) -> str:
 
 def trial_data(run: Trial) -> dict[str, Any]:
     """For the raw data, without the single requests."""
-    return {"rate_per_s": run.rate_per_s, "seed": run.seed, "not_sustained": run.not_sustained, "summary": asdict(run.summary)}
+    fields = {name: getattr(run, name) for name in ("rate_per_s", "seed", "not_sustained", "front_cores")}
+    return fields | {"summary": asdict(run.summary)}
 
 
 def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Sequence[Repetition]) -> None:

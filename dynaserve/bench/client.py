@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.stream import CompletionStream
 from dynaserve.machine import StolenTime
@@ -24,17 +23,18 @@ _PROGRESS_INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class Planned:
-    """A request ready to be sent; `due_s` after the start of the run."""
+    """A request ready to be sent to `url`, `due_s` after the start of the run."""
 
     index: int
     due_s: float
     request: TraceRequest
+    url: str
     body: bytes
 
 
 @dataclass
 class Progress:
-    """How a run is going."""
+    """How a run is going. given_up: nothing more is sent."""
 
     planned: int
     elapsed_s: float = 0.0
@@ -42,6 +42,7 @@ class Progress:
     finished: int = 0
     failed: int = 0
     output_tokens: int = 0
+    given_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,16 @@ def allow_many_connections() -> None:
 
 
 async def replay(
-    http: httpx.AsyncClient, endpoint: Endpoint, plan: Sequence[Planned], timeout_s: float, show: Callable[[Progress], None]
+    http: httpx.AsyncClient,
+    plan: Sequence[Planned],
+    timeout_s: float,
+    show: Callable[[Progress], None],
+    is_lost: Callable[[RequestRecord], bool] = lambda _: False,
 ) -> Recording:
     """Sends each request of the plan (ordered by time) when it is due; returns when all have ended.
 
-    timeout_s: for one request, from sending to its end. show: called each second.
+    timeout_s: for one request, from sending to its end. show: called each second. is_lost: called with each request that has ended; from
+    the first time that it is true nothing more is sent.
     """
     gc.collect()
     gc.freeze()  # A collection that walks all the prepared bodies would stop the clock's reader for milliseconds.
@@ -88,7 +94,9 @@ async def replay(
             sent = []
             for planned in plan:
                 await asyncio.sleep(max(0.0, start_s + planned.due_s - time.perf_counter()))
-                sent.append(group.create_task(_counted(http, endpoint, planned, start_s, timeout_s, progress)))
+                if progress.given_up:
+                    break
+                sent.append(group.create_task(_counted(http, planned, start_s, timeout_s, progress, is_lost)))
             records = list(await asyncio.gather(*sent))
             for watcher in watchers:
                 watcher.cancel()
@@ -97,14 +105,14 @@ async def replay(
     return Recording(started_unix_s, records, loop_lags_ms, stolen.share())
 
 
-async def send(http: httpx.AsyncClient, endpoint: Endpoint, planned: Planned, start_s: float, timeout_s: float) -> RequestRecord:
+async def send(http: httpx.AsyncClient, planned: Planned, start_s: float, timeout_s: float) -> RequestRecord:
     """Sends one request now and reads its answer. start_s: `time.perf_counter()` at the start of the run."""
     stream, status = CompletionStream(), None
     sent_s = time.perf_counter()
     try:
         async with (
             asyncio.timeout(timeout_s),
-            http.stream("POST", endpoint.completions_url, content=planned.body) as response,
+            http.stream("POST", planned.url, content=planned.body) as response,
         ):
             status = response.status_code
             if response.is_error:
@@ -138,15 +146,21 @@ async def send(http: httpx.AsyncClient, endpoint: Endpoint, planned: Planned, st
 
 
 async def _counted(
-    http: httpx.AsyncClient, endpoint: Endpoint, planned: Planned, start_s: float, timeout_s: float, progress: Progress
+    http: httpx.AsyncClient,
+    planned: Planned,
+    start_s: float,
+    timeout_s: float,
+    progress: Progress,
+    is_lost: Callable[[RequestRecord], bool],
 ) -> RequestRecord:
     progress.sent += 1
-    record = await send(http, endpoint, planned, start_s, timeout_s)
+    record = await send(http, planned, start_s, timeout_s)
     progress.output_tokens += len(record.token_times_s)
     if record.failure is None:
         progress.finished += 1
     else:
         progress.failed += 1
+    progress.given_up = is_lost(record) or progress.given_up
     return record
 
 

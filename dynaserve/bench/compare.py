@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,9 +17,9 @@ from dynaserve.bench import capacity, client, compare_report, options, report, s
 from dynaserve.bench.capacity import Repetition, SearchOptions
 from dynaserve.bench.comparison import Comparison, Turn
 from dynaserve.bench.options import ReplayOptions
-from dynaserve.bench.systems import System
+from dynaserve.bench.systems import Running, System
 from dynaserve.bench.trial import Trial
-from dynaserve.errors import ConfigError
+from dynaserve.errors import ConfigError, DynaServeError
 
 EXAMPLE = """\
 example:
@@ -31,28 +33,37 @@ file, and started for each of their turns:
 
   [[system]]
   name = "stock"
-  url = "http://127.0.0.1:8000"
+  url = "http://127.0.0.1:8000"                   # or urls = [...]: requests go to each in turn
   commands = ["vllm serve MODEL --port 8000"]     # none: it runs already
   start_timeout_s = 600
 
---output gets results.json, report.html (in one file) and its pictures as PNG; the pictures need matplotlib.
+--output gets results.json, report.html (in one file) and its pictures as PNG; the pictures need matplotlib. results.json is written
+after each turn: what was measured before an error stays there.
 
 exit status: 0 reported; 2 bad option or server; 3 the figures cannot be trusted."""
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """replay: of every run; its url is replaced by that of each system."""
+    """replay: of every run; its urls are replaced by those of each system. side_by_side: a last run of each system at one rate.
+
+    saturates: each start is followed by a run with all requests at once, and the rates of the search are shares of what the system
+    does in its first one. gives_up: as of `trial.run`.
+    """
 
     systems: Sequence[System]
     replay: ReplayOptions
     search: SearchOptions
     output: Path
+    side_by_side: bool = True
+    saturates: bool = False
+    gives_up: bool = False
 
 
 def main(arguments: Sequence[str]) -> None:
     """Ends with the exit status that `--help` tells."""
-    raise SystemExit(capacity.status_of("compare", lambda: run(parse(arguments), arguments)))
+    provenance = {"command": report.command_line(arguments, "bench compare"), "machine": report.machine()}
+    raise SystemExit(capacity.status_of("compare", lambda: run(parse(arguments), provenance)))
 
 
 def parse(arguments: Sequence[str]) -> CompareOptions:
@@ -65,7 +76,7 @@ def parse(arguments: Sequence[str]) -> CompareOptions:
         allow_abbrev=False,
     )
     group = parser.add_argument_group("systems")
-    group.add_argument("--system", action="append", default=[], metavar="NAME=URL", help="one that runs already; again for each")
+    group.add_argument("--system", action="append", default=[], metavar="NAME=URL[,URL...]", help="one that runs already; again for each")
     group.add_argument("--systems", type=Path, metavar="FILE", help="TOML, see below")
     options.add_server(parser.add_argument_group("server"), with_url=False)
     options.add_workload(parser.add_argument_group("workload"))
@@ -78,22 +89,93 @@ def parse(arguments: Sequence[str]) -> CompareOptions:
         raise ConfigError(f"a comparison needs at least two systems of different names, not {', '.join(names) or 'none'}")
     if args.output is None:
         raise ConfigError("--output is needed: the folder of the report")
-    args.url = chosen[0].url
+    args.url = chosen[0].urls
     return CompareOptions(chosen, capacity.drawn_options(args), capacity.search_options(args), args.output)
 
 
-def run(opts: CompareOptions, arguments: Sequence[str]) -> int:
-    """Returns the exit status. Raises ConfigError."""
+def run(opts: CompareOptions, provenance: Mapping[str, Any]) -> int:
+    """Returns the exit status. provenance: `command`, `machine` and what else is to stand in results.json.
+
+    Raises ConfigError, and what a system's `start` raises.
+    """
     compare_report.prepare(opts.output)
     client.allow_many_connections()
-    turns: dict[str, list[Turn]] = {system.name: [] for system in opts.systems}
-    for number in range(opts.search.repetitions):
-        for system in _in_order(opts.systems, number):
-            turns[system.name].append(_turn(opts, system, number, turns[system.name]))
-    comparison = Comparison(opts.replay.workload, opts.replay.slo, turns, _side_by_side(opts, turns))
-    compare_report.write(opts.output, comparison, report.command_line(arguments, "bench compare"), report.machine())
-    _print(comparison)
+    measurement = _Measurement(opts, lambda comparison: compare_report.keep(opts.output, comparison, provenance))
+    try:
+        measurement.take()
+    except (DynaServeError, KeyboardInterrupt) as error:
+        if not (measured := sum(map(len, measurement.turns.values()))):
+            raise
+        kept = f"turns measured before it: {measured}, in {compare_report.results_path(opts.output)}"
+        # Of the same kind, which the exit status tells.
+        raise type(error)(f"{str(error) or 'interrupted'}; {kept}") from error
+    compare_report.write(opts.output, measurement.comparison, provenance)
+    _print(measurement.comparison)
     return 0
+
+
+@dataclass
+class _Measurement:
+    """keep: called with what there is after each turn."""
+
+    opts: CompareOptions
+    keep: Callable[[Comparison], None]
+
+    def __post_init__(self) -> None:
+        self.turns: dict[str, list[Turn]] = {system.name: [] for system in self.opts.systems}
+        self.runs: dict[str, Trial] = {}
+        self.saturation_per_s: dict[str, float] = {}
+        self.comparison = Comparison(self.opts.replay.workload, self.opts.replay.slo, self.turns, self.runs, self.saturation_per_s)
+
+    def take(self) -> None:
+        """All turns, and a last run of each system if it is asked for. Raises ConfigError."""
+        for number in range(self.opts.search.repetitions):
+            for system in _in_order(self.opts.systems, number):
+                self.turns[system.name].append(self._turn(system, number))
+                self.keep(self.comparison)
+        if self.opts.side_by_side:
+            self._run_side_by_side()
+
+    def _turn(self, system: System, number: int) -> Turn:
+        seed = self.opts.replay.seed + number
+        with systems.running(system) as running:
+            self._warm_up(system, running, seed)
+            counted = systems.cut_counts(running.urls)
+            searching = capacity.following(self._search(system), [turn.repetition for turn in self.turns[system.name]])
+            found = capacity.find(partial(self._run, running), searching, seed, lambda one: _tell(system, one))
+            after = systems.cut_counts(running.urls)
+        share = after.since(counted) if counted is not None and after is not None else None
+        return Turn(found, share)
+
+    def _run_side_by_side(self) -> None:
+        baseline = self.opts.systems[0]
+        found: list[Repetition] = [turn.repetition for turn in self.turns[baseline.name]]
+        rate = capacity.median_rate(found) or self._search(baseline).least_per_s
+        for system in self.opts.systems:
+            with systems.running(system) as running:
+                self._warm_up(system, running, self.opts.replay.seed)
+                self.runs[system.name] = self._run(running, rate, self.opts.replay.seed)
+                _tell(system, self.runs[system.name])
+            self.keep(self.comparison)
+
+    def _warm_up(self, system: System, running: Running, seed: int) -> None:
+        """Of all systems alike, with all requests at once; the first time tells the saturation."""
+        if self.opts.saturates:
+            rate = trial.saturation(replace(self.opts.replay, urls=running.urls), seed)
+            self.saturation_per_s.setdefault(system.name, rate)
+            print(f"{system.name}: seed {seed}  {rate:8.3g} requests/s  when all are sent at once", file=sys.stderr, flush=True)
+
+    def _search(self, system: System) -> SearchOptions:
+        unit = self.saturation_per_s.get(system.name, 1.0)
+        search = self.opts.search
+        return replace(
+            search, first_per_s=search.first_per_s * unit, least_per_s=search.least_per_s * unit, most_per_s=search.most_per_s * unit
+        )
+
+    def _run(self, running: Running, rate_per_s: float, seed: int) -> Trial:
+        return trial.run(
+            replace(self.opts.replay, urls=running.urls), rate_per_s, seed, front_pids=running.front_pids, gives_up=self.opts.gives_up
+        )
 
 
 def _in_order(chosen: Sequence[System], number: int) -> Sequence[System]:
@@ -102,31 +184,9 @@ def _in_order(chosen: Sequence[System], number: int) -> Sequence[System]:
     return [*chosen[first:], *chosen[:first]]
 
 
-def _turn(opts: CompareOptions, system: System, number: int, before: Sequence[Turn]) -> Turn:
-    known = [rate for turn in before if (rate := turn.repetition.passed_per_s)]
-    searching = replace(opts.search, first_per_s=known[-1] if known else opts.search.first_per_s)
-    with systems.running(system):
-        counted = systems.cut_counts(system.url)
-        found = capacity.find(replace(opts.replay, url=system.url), searching, opts.replay.seed + number, lambda one: _tell(system, one))
-        after = systems.cut_counts(system.url)
-    share = after.since(counted) if counted is not None and after is not None else None
-    return Turn(found, share)
-
-
-def _side_by_side(opts: CompareOptions, turns: dict[str, list[Turn]]) -> dict[str, Trial]:
-    baseline: list[Repetition] = [turn.repetition for turn in turns[opts.systems[0].name]]
-    rate = capacity.median_rate(baseline) or opts.search.least_per_s
-    runs = {}
-    for system in opts.systems:
-        with systems.running(system):
-            runs[system.name] = trial.run(replace(opts.replay, url=system.url), rate, opts.replay.seed, lambda _: None)
-            _tell(system, runs[system.name])
-    return runs
-
-
 def _print(comparison: Comparison) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in compare_report.COLUMNS:
+    for column in compare_report.columns(comparison):
         table.add_column(column, justify="left" if column == "system" else "right")
     for row in compare_report.rows(comparison):
         table.add_row(*row)

@@ -21,9 +21,12 @@ def check_installed() -> None:
 
 
 def draw(comparison: Comparison) -> dict[str, bytes]:
-    """PNG by name: capacity, goodput, tbt, timeline. Raises ConfigError without matplotlib."""
+    """PNG by name: capacity, goodput, and of the runs side by side tbt, timeline. Raises ConfigError without matplotlib."""
     check_installed()
-    return {"capacity": _capacity(comparison), "goodput": _goodput(comparison), "tbt": _tbt(comparison), "timeline": _timeline(comparison)}
+    pictures = {"capacity": _capacity(comparison), "goodput": _goodput(comparison)}
+    if comparison.side_by_side:
+        pictures |= {"tbt": _tbt(comparison), "timeline": _timeline(comparison)}
+    return pictures
 
 
 def axes_of(x: str, y: str) -> tuple[Any, Any]:

@@ -14,8 +14,9 @@ from dynaserve.bench import compare_plots
 from dynaserve.bench.capacity import trial_data
 from dynaserve.bench.comparison import Comparison
 from dynaserve.errors import ConfigError
+from dynaserve.files import write_in_one_move
 
-COLUMNS = ("system", "capacity req/s", "least", "most", "ratio [95 %]", "goodput tok/s", "P99 TBT ms", "P99 TTFT ms", "cut")
+_COLUMNS = ("system", "capacity req/s", "least", "most", "ratio [95 %]", "goodput tok/s", "P99 TBT ms", "P99 TTFT ms", "cut", "front cores")
 _STYLE = "body{font:15px sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}td,th{padding:.3em .8em;text-align:right}\
 th:first-child,td:first-child{text-align:left}tr:nth-child(even){background:#f3f3f3}img{max-width:100%}code{overflow-wrap:anywhere}"
 
@@ -25,13 +26,24 @@ def prepare(folder: Path) -> None:
     compare_plots.check_installed()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json").open("ab").close()
+        results_path(folder).open("ab").close()
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
+def results_path(folder: Path) -> Path:
+    return folder / "results.json"
+
+
+def columns(comparison: Comparison) -> tuple[str, ...]:
+    """The last one, how many cores what stands in front of the servers keeps busy, only where that is known."""
+    runs = [run for turns in comparison.turns.values() for turn in turns for run in turn.repetition.trials]
+    return _COLUMNS if any(run.front_cores is not None for run in runs) else _COLUMNS[:-1]
+
+
 def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """Of COLUMNS; goodput and latencies are those of the sustained run at the highest rate."""
+    """Of `columns`; goodput, latencies and cores are those of the sustained run at the highest rate."""
+    shown = len(columns(comparison))
     for system in comparison.turns:
         rates = [rate or 0.0 for rate in comparison.rates(system)]
         best, ratio, share = comparison.best(system), comparison.ratio(system), comparison.cut_share(system)
@@ -43,7 +55,7 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
                 f"{best.summary.goodput_tokens_per_s:.0f}",
                 *("-" if found is None else f"{found.p99:.1f}" for found in (tbt, ttft)),
             ]
-        yield (
+        cells = (
             system,
             "not servable" if capacity is None else f"{capacity:.3g}",
             f"{min(rates):.3g}",
@@ -51,54 +63,69 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             "-" if ratio is None else str(ratio),
             *measured,
             "-" if share is None else f"{share:.0%}",
+            "-" if best is None or best.front_cores is None else f"{best.front_cores:.2f}",
         )
+        yield cells[:shown]
 
 
-def write(folder: Path, comparison: Comparison, command: str, machine: Mapping[str, Any]) -> None:
-    """results.json, report.html and the PNG files."""
-    (folder / "results.json").write_text(json.dumps(_results(comparison, command, machine), indent=1))
+def keep(folder: Path, comparison: Comparison, provenance: Mapping[str, Any]) -> None:
+    """results.json with what was measured so far; a comparison that ends here leaves it."""
+    _write_results(folder, comparison, provenance, complete=False)
+
+
+def write(folder: Path, comparison: Comparison, provenance: Mapping[str, Any]) -> None:
+    """results.json, report.html and the PNG files. provenance: `command`, `machine` and what else is to stand in results.json."""
+    _write_results(folder, comparison, provenance, complete=True)
     pictures = compare_plots.draw(comparison)
     for name, png in pictures.items():
         (folder / f"{name}.png").write_bytes(png)
-    (folder / "report.html").write_text(_html(comparison, command, machine, pictures))
+    (folder / "report.html").write_text(_html(comparison, provenance, pictures))
 
 
-def _results(comparison: Comparison, command: str, machine: Mapping[str, Any]) -> dict[str, Any]:
+def _write_results(folder: Path, comparison: Comparison, provenance: Mapping[str, Any], *, complete: bool) -> None:
+    content = json.dumps(_results(comparison, provenance, complete=complete), indent=1)
+    write_in_one_move(results_path(folder), content.encode())
+
+
+def _results(comparison: Comparison, provenance: Mapping[str, Any], *, complete: bool) -> dict[str, Any]:
+    """complete: every system has had all its turns; otherwise there are neither capacities nor ratios."""
     return {
-        "command": command,
-        "machine": dict(machine),
+        "complete": complete,
+        **provenance,
         "workload": comparison.workload,
         "slo": asdict(comparison.slo),
         "systems": {
             system: {
-                "capacity_per_s": comparison.capacity_per_s(system),
+                "capacity_per_s": comparison.capacity_per_s(system) if complete else None,
                 "rates_per_s": comparison.rates(system),
-                "ratio": None if (ratio := comparison.ratio(system)) is None else asdict(ratio),
+                "saturation_per_s": comparison.saturation_per_s.get(system),
+                "ratio": asdict(ratio) if complete and (ratio := comparison.ratio(system)) is not None else None,
                 "cut_share": comparison.cut_share(system),
+                "best": trial_data(best) if (best := comparison.best(system)) is not None else None,
                 "trials": [trial_data(run) for turn in turns for run in turn.repetition.trials],
-                "side_by_side": trial_data(comparison.side_by_side[system]),
+                "side_by_side": trial_data(comparison.side_by_side[system]) if system in comparison.side_by_side else None,
             }
             for system, turns in comparison.turns.items()
         },
     }
 
 
-def _html(comparison: Comparison, command: str, machine: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+def _html(comparison: Comparison, provenance: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     def row(cells: tuple[str, ...], kind: str) -> str:
         return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
     slo = f"P99 TBT {comparison.slo.tbt_ms:g} ms" + ("" if comparison.slo.ttft_ms is None else f", P99 TTFT {comparison.slo.ttft_ms:g} ms")
     repetitions = len(next(iter(comparison.turns.values())))
-    rate = next(iter(comparison.side_by_side.values())).rate_per_s
+    rates = {run.rate_per_s for run in comparison.side_by_side.values()}
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>DynaServe comparison</title><style>{_STYLE}</style>",
         f"<h1>{html.escape(comparison.workload)}: {slo}</h1>",
-        f"<table>{row(COLUMNS, 'th')}{''.join(row(cells, 'td') for cells in rows(comparison))}</table>",
+        f"<table>{row(columns(comparison), 'th')}{''.join(row(cells, 'td') for cells in rows(comparison))}</table>",
         f"<p>Capacity: median of {repetitions} searches, least and most beside it. Ratio: to the first system, geometric mean.</p>",
         *(f'<h2>{html.escape(name)}</h2><img alt="{name}" src="data:image/png;base64,{_text(png)}">' for name, png in pictures.items()),
-        f"<p>TBT and timeline: each system at {rate:.3g} requests/s.</p>",
-        f"<p><code>{html.escape(command)}</code></p>",
-        f"<p>Client on {html.escape(', '.join(f'{key} {value}' for key, value in machine.items()))}</p></html>",
+        *(f"<p>TBT and timeline: each system at {rate:.3g} requests/s.</p>" for rate in rates),
+        f"<p><code>{html.escape(provenance['command'])}</code></p>",
+        f"<p>Client on {html.escape(', '.join(f'{key} {value}' for key, value in provenance['machine'].items()))}</p></html>",
     ]
     return "\n".join(parts)
 

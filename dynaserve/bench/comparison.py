@@ -21,12 +21,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Comparison:
-    """turns: by system, the baseline first, as many for each. side_by_side: a run of each at the baseline's capacity."""
+    """turns: by system, the baseline first, as many for each. side_by_side: a run of each at the baseline's capacity, if there was one.
+    saturation_per_s: what each does when all requests are sent at once, if that was measured."""
 
     workload: str
     slo: Slo
     turns: Mapping[str, Sequence[Turn]]
     side_by_side: Mapping[str, Trial]
+    saturation_per_s: Mapping[str, float]
 
     def rates(self, system: str) -> list[float | None]:
         """Requests per second, by repetition."""

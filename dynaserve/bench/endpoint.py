@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +48,24 @@ class Endpoint:
 def base_url(url: str) -> str:
     """The part before `/v1`. Raises ConfigError for what is not an HTTP URL."""
     return http_url(url).removesuffix("/v1").rstrip("/")
+
+
+def base_urls(urls: Iterable[str]) -> tuple[str, ...]:
+    """Of servers that requests go to in turn. Raises ConfigError as `base_url`, and for one that is given twice."""
+    found = tuple(map(base_url, urls))
+    if twice := [url for number, url in enumerate(found) if url in found[:number]]:
+        raise ConfigError(f"{twice[0]} is given twice: requests go to each server in turn")
+    return found
+
+
+async def find_all(
+    http: httpx.AsyncClient, urls: Sequence[str], model: str | None, extra_body: dict[str, Any], probe: list[int]
+) -> list[Endpoint]:
+    """`find` for each. Raises ConfigError also if they serve different models."""
+    servers = [await find(http, url, model, extra_body, probe) for url in urls]
+    if len(models := {server.model for server in servers}) > 1:
+        raise ConfigError(f"{', '.join(urls)} serve different models ({', '.join(sorted(models))}), while requests go to each in turn")
+    return servers
 
 
 async def find(http: httpx.AsyncClient, url: str, model: str | None, extra_body: dict[str, Any], probe: list[int]) -> Endpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import zlib
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from dynaserve.errors import ConfigError
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline, StepSample, fit_roofline, prefill_pairs
 
 _ROUNDS = 3
+_MOST_DIGITS = 9
+"""Of a count: the product of two still fits into 64 bits."""
 _COLUMNS = ("model", "system", "tp", "prefill_new", "prefill_cached", "decode_n", "decode_ctx", "ms")
 
 
@@ -22,10 +25,13 @@ def from_grid(path: Path, model: str, system: str, overhead_ms: float, cost_scal
     ms * cost_scale + overhead_ms, since such grids are sums of kernels without the host. Raises ConfigError.
     """
     steps = [StepSample(sample.shape, sample.measured_ms * cost_scale + overhead_ms) for sample in samples(path, model, system)]
-    table = ProfileTable(fit_roofline(steps))
-    for _ in range(_ROUNDS):
-        for sample in steps:
-            table.observe(sample.shape, sample.measured_ms)
+    try:
+        table = ProfileTable(fit_roofline(steps))
+        for _ in range(_ROUNDS):
+            for sample in steps:
+                table.observe(sample.shape, sample.measured_ms)
+    except ValueError as error:
+        raise ConfigError(f"{path}: the steps of {model} on {system} cannot be learnt: {error}") from error
     return table
 
 
@@ -40,29 +46,52 @@ def from_coefficients(text: str) -> ProfileTable:
 
 
 def samples(path: Path, model: str, system: str) -> list[StepSample]:
-    """The steps of a grid as they were measured, but those without a token. Raises ConfigError."""
+    """The steps of a grid as they were measured, at least one, without those that have no token. Raises ConfigError."""
+    table = _rows(path)
+    chosen = [(where, row) for where, row in table if (row["model"], row["system"]) == (model, system)]
+    if not chosen:
+        known = sorted({f"{row['model']} on {row['system']}" for _, row in table})
+        raise ConfigError(f"{path}: has no {model} on {system}; there is {', '.join(known) or 'nothing'}")
+    if len(degrees := sorted({row["tp"] for _, row in chosen})) > 1:
+        raise ConfigError(f"{path}: {model} on {system} has steps of several tp: {', '.join(degrees)}")
+    steps = [sample for where, row in chosen if (sample := _sample(where, row)).shape.tokens]
+    if not steps:
+        raise ConfigError(f"{path}: no step of {model} on {system} has a token")
+    return steps
+
+
+def _rows(path: Path) -> list[tuple[str, dict[str, str]]]:
+    """Each with its file and line."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             rows = csv.DictReader(file)
-            if missing := [column for column in _COLUMNS if column not in (rows.fieldnames or ())]:
+            columns = rows.fieldnames or ()
+            if missing := [column for column in _COLUMNS if column not in columns]:
                 raise ConfigError(f"{path}: no column {', '.join(missing)}")
-            table = list(rows)
+            table = [(f"{path}: line {rows.line_num}", row) for row in rows]
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    chosen = [row for row in table if (row["model"], row["system"]) == (model, system)]
-    if not chosen:
-        known = sorted({f"{row['model']} on {row['system']}" for row in table})
-        raise ConfigError(f"{path}: has no {model} on {system}; there is {', '.join(known)}")
-    if len(degrees := sorted({row["tp"] for row in chosen})) > 1:
-        raise ConfigError(f"{path}: {model} on {system} has steps of several tp: {', '.join(degrees)}")
-    try:
-        return [sample for row in chosen if (sample := _sample(row)).shape.tokens]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: a step of {model} on {system} is not made of numbers: {error}") from error
+    for where, row in table:
+        if None in row or None in row.values():
+            raise ConfigError(f"{where}: not {len(columns)} values, one for each column")
+    return table
 
 
-def _sample(row: dict[str, str]) -> StepSample:
-    new, cached, number, context = (int(row[name]) for name in ("prefill_new", "prefill_cached", "decode_n", "decode_ctx"))
+def _sample(where: str, row: dict[str, str]) -> StepSample:
+    new, cached, number, context = (_tokens(where, row, name) for name in ("prefill_new", "prefill_cached", "decode_n", "decode_ctx"))
     pairs = prefill_pairs(new, cached)
     shape = BatchShape(prefill_tokens=new, prefill_pairs=pairs, decodes=number, decode_context_tokens=number * context)
-    return StepSample(shape, float(row["ms"]))
+    try:
+        ms = float(row["ms"])
+    except ValueError:
+        ms = math.nan
+    if not 0 < ms < math.inf:
+        raise ConfigError(f"{where}: ms: {row['ms']!r} is not a number above 0")
+    return StepSample(shape, ms)
+
+
+def _tokens(where: str, row: dict[str, str], column: str) -> int:
+    text = row[column]
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise ConfigError(f"{where}: {column}: {text!r} is not a whole number of at most {_MOST_DIGITS} digits")
+    return int(text)

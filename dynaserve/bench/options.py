@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dynaserve.bench.endpoint import base_url
+from dynaserve.bench.endpoint import base_urls
 from dynaserve.bench.measures import Slo
 from dynaserve.errors import ConfigError
 from workloads import catalog
@@ -30,9 +30,9 @@ sentence on stderr; --output is written all the same)."""
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """prompt_seed None: other prompts in each run."""
+    """urls: requests go to each in turn. prompt_seed None: other prompts in each run."""
 
-    url: str
+    urls: Sequence[str]
     model: str | None
     api_key: str | None
     extra_body: dict[str, Any]
@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str]) -> ReplayOptions:
 def replay_options(args: argparse.Namespace) -> ReplayOptions:
     """From the options of `add_server`, `add_workload` and `add_measurement`."""
     return ReplayOptions(
-        url=base_url(args.url),
+        urls=base_urls(args.url),
         model=args.model,
         api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
         extra_body=args.extra_body,
@@ -114,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_server(group: Any, *, with_url: bool = True) -> None:
     if with_url:
-        group.add_argument("--url", required=True, help="of the server, with or without /v1")
+        group.add_argument(
+            "--url", action="append", required=True, help="of the server, with or without /v1; of several, requests go to each in turn"
+        )
     group.add_argument("--model", metavar="NAME", help="(default: the one that the server lists)")
     group.add_argument("--api-key", metavar="KEY", help="(default: the environment variable OPENAI_API_KEY)")
     group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="fields for each request's body")

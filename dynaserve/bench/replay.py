@@ -20,6 +20,7 @@ from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.measures import summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.prompts import Prompts
+from dynaserve.bench.records import RequestRecord
 from dynaserve.errors import ConfigError
 from workloads import arrivals, catalog
 from workloads.trace import TraceRequest, WorkloadError
@@ -46,10 +47,10 @@ def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
     prompts = Prompts(secrets.randbits(32) if opts.prompt_seed is None else opts.prompt_seed, opts.vocabulary)
     client.allow_many_connections()
     with report.ProgressLine.on(Console(stderr=True, highlight=False)) as line:
-        server, recording = asyncio.run(measure(opts, requests, prompts, line.show))
+        servers, recording = asyncio.run(measure(opts, requests, prompts, line.show))
     summary = summarize(recording.records, recording.loop_lags_ms, opts.slo)
     problem = why_not_exact(recording.records) or why_late(summary, opts.max_client_lag_ms)
-    provenance = _provenance(opts, arguments, server, prompts)
+    provenance = _provenance(opts, arguments, servers, prompts)
     if opts.output is not None:
         report.write_raw(opts.output, provenance, recording, summary, problem)
     if problem is not None:
@@ -78,43 +79,51 @@ def plan_requests(opts: ReplayOptions) -> list[TraceRequest]:
 
 
 async def measure(
-    opts: ReplayOptions, requests: Sequence[TraceRequest], prompts: Prompts, show: Callable[[Progress], None]
-) -> tuple[Endpoint, Recording]:
-    """Probes the server, warms it up and replays the requests. Raises ConfigError if the server does not do as asked before."""
+    opts: ReplayOptions,
+    requests: Sequence[TraceRequest],
+    prompts: Prompts,
+    show: Callable[[Progress], None],
+    is_lost: Callable[[RequestRecord], bool] = lambda _: False,
+) -> tuple[list[Endpoint], Recording]:
+    """Probes the servers, warms them up and replays the requests. Raises ConfigError if one does not do as asked before.
+
+    is_lost: as of `client.replay`.
+    """
     async with client.http_client(opts.api_key) as http:
         probe = [opts.vocabulary.start, opts.vocabulary.stop - 1]
-        server = await endpoint.find(http, opts.url, opts.model, opts.extra_body, probe)
-        await _warm_up(http, server, requests, prompts, opts)
-        plan = [_planned(server, prompts, index, request) for index, request in enumerate(requests)]
-        return server, await client.replay(http, server, plan, opts.timeout_s, show)
+        servers = await endpoint.find_all(http, opts.urls, opts.model, opts.extra_body, probe)
+        await _warm_up(http, servers, requests, prompts, opts)
+        plan = [_planned(servers, prompts, index, request) for index, request in enumerate(requests)]
+        return servers, await client.replay(http, plan, opts.timeout_s, show, is_lost)
 
 
 async def _warm_up(
-    http: httpx.AsyncClient, server: Endpoint, requests: Sequence[TraceRequest], prompts: Prompts, opts: ReplayOptions
+    http: httpx.AsyncClient, servers: Sequence[Endpoint], requests: Sequence[TraceRequest], prompts: Prompts, opts: ReplayOptions
 ) -> None:
     """Sends requests of the same lengths, but prompts that the run does not have."""
     for number, request in enumerate(islice(cycle(requests), opts.warmup)):
-        planned = _planned(server, prompts, len(requests) + number, replace(request, prefix_hashes=()))
-        record = await client.send(http, server, planned, 0.0, opts.timeout_s)
+        planned = _planned(servers, prompts, len(requests) + number, replace(request, prefix_hashes=()))
+        record = await client.send(http, planned, 0.0, opts.timeout_s)
         if problem := record.failure or why_not_exact([record]):
             raise ConfigError(f"warm-up request {number} of {opts.warmup} failed: {problem}")
 
 
-def _planned(server: Endpoint, prompts: Prompts, index: int, request: TraceRequest) -> Planned:
+def _planned(servers: Sequence[Endpoint], prompts: Prompts, index: int, request: TraceRequest) -> Planned:
+    server = servers[index % len(servers)]
     body = server.body(prompts.token_ids(index, request), request.output_tokens)
-    return Planned(index, request.arrived_at_s or 0.0, request, body)
+    return Planned(index, request.arrived_at_s or 0.0, request, server.completions_url, body)
 
 
-def _provenance(opts: ReplayOptions, arguments: Sequence[str], server: Endpoint, prompts: Prompts) -> dict[str, Any]:
+def _provenance(opts: ReplayOptions, arguments: Sequence[str], servers: Sequence[Endpoint], prompts: Prompts) -> dict[str, Any]:
     return {
         "command": report.command_line(arguments),
-        "url": server.url,
-        "model": server.model,
+        "url": ",".join(server.url for server in servers),
+        "model": servers[0].model,
         "workload": opts.workload,
         "seed": opts.seed,
         "prompt_seed": prompts.seed,
         "slo": asdict(opts.slo),
-        "usage_per_event": server.usage_per_event,
+        "usage_per_event": all(server.usage_per_event for server in servers),
     }
 
 

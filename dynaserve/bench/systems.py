@@ -1,4 +1,4 @@
-"""The systems of a comparison: servers that run already, or that a command starts for each turn."""
+"""The systems of a comparison: servers that run already, or that are started for each turn."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import shlex
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from dynaserve.bench.endpoint import base_url
+from dynaserve.bench.endpoint import base_urls
 from dynaserve.errors import ConfigError
 from dynaserve.local.children import Child, start_child, stop_children
 
@@ -24,13 +24,26 @@ _CUTS = re.compile(r'^dynaserve_requests_total\{cut="(yes|no)".*\} (\S+)$', re.M
 
 
 @dataclass(frozen=True)
+class Running:
+    """A system during its turn. urls: requests go to each in turn. front_pids: the processes in front of its servers, where they are
+    known: their CPU time is told beside the system's figures."""
+
+    urls: Sequence[str]
+    front_pids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class System:
-    """commands: started in this order before each turn and ended after it; empty: the server runs already."""
+    """commands: started in this order before each turn and ended after it; empty: the servers run already.
+
+    start: used instead of both, by systems that Python starts; entered before each turn and left after it.
+    """
 
     name: str
-    url: str
+    urls: Sequence[str] = ()
     commands: Sequence[Sequence[str]] = ()
     start_timeout_s: float = 600.0
+    start: Callable[[], AbstractContextManager[Running]] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,15 +60,15 @@ class CutCounts:
 
 
 def from_url(text: str) -> System:
-    """`NAME=URL`. Raises ConfigError."""
-    name, equals, url = text.partition("=")
+    """`NAME=URL` or `NAME=URL,URL,...`. Raises ConfigError."""
+    name, equals, urls = text.partition("=")
     if not (equals and name):
         raise ConfigError(f"--system {text!r} is not NAME=URL")
-    return System(name, base_url(url))
+    return System(name, base_urls(urls.split(",")))
 
 
 def from_toml(path: Path) -> list[System]:
-    """A table `[[system]]` for each, with `name`, `url`, and optionally `commands` (a list of shell-like lines) and
+    """A table `[[system]]` for each, with `name`, `url` or a list `urls`, and optionally `commands` (a list of shell-like lines) and
     `start_timeout_s`. Raises ConfigError, naming file and key."""
     try:
         content = tomllib.loads(path.read_text())
@@ -68,20 +81,40 @@ def from_toml(path: Path) -> list[System]:
 
 
 def _system(path: Path, table: dict[str, Any]) -> System:
-    kinds: dict[str, type | tuple[type, ...]] = {"name": str, "url": str, "commands": list, "start_timeout_s": (int, float)}
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "name": str,
+        "url": str,
+        "urls": list,
+        "commands": list,
+        "start_timeout_s": (int, float),
+    }
     for key, value in table.items():
         if key not in kinds:
             raise ConfigError(f"{path}: system key {key!r} is unknown; there is {', '.join(kinds)}")
         if not isinstance(value, kinds[key]):
             raise ConfigError(f"{path}: system key {key} is {value!r}")
-    if missing := [key for key in ("name", "url") if key not in table]:
+    urls = [table["url"]] if "url" in table else table.get("urls", [])
+    if missing := [key for key, value in (("name", table.get("name")), ("url", urls)) if not value]:
         raise ConfigError(f"{path}: a system has no {', '.join(missing)}")
+    if "url" in table and "urls" in table:
+        raise ConfigError(f"{path}: system {table['name']} has url and urls: it needs one of them")
     commands = [shlex.split(str(line)) for line in table.get("commands", [])]
-    return System(table["name"], base_url(table["url"]), commands, float(table.get("start_timeout_s", System.start_timeout_s)))
+    return System(table["name"], base_urls(map(str, urls)), commands, float(table.get("start_timeout_s", System.start_timeout_s)))
 
 
 @contextmanager
-def running(system: System) -> Iterator[Sequence[Child]]:
+def running(system: System) -> Iterator[Running]:
+    """Starts the system for one turn, unless it runs already. Raises ConfigError."""
+    if system.start is not None:
+        with system.start() as serving:
+            yield serving
+        return
+    with started(system):
+        yield Running(system.urls)
+
+
+@contextmanager
+def started(system: System) -> Iterator[Sequence[Child]]:
     """Starts the system's commands and waits until it lists its models; ends them on leaving. Gives their processes, in order.
 
     Raises ConfigError.
@@ -89,28 +122,33 @@ def running(system: System) -> Iterator[Sequence[Child]]:
     if not system.commands:
         yield ()
         return
-    if _answers(system.url):
-        raise ConfigError(f"system {system.name}: something answers at {system.url} before it is started")
+    if answering := [url for url in system.urls if _answers(url)]:
+        raise ConfigError(f"system {system.name}: something answers at {answering[0]} before it is started")
     with tempfile.TemporaryDirectory(prefix="dynaserve-compare-") as folder:
         children = []
         try:
             for number, command in enumerate(system.commands):
                 children.append(start_child(f"{system.name}-{number}", command, Path(folder) / f"{number}.log"))
             deadline = time.monotonic() + system.start_timeout_s
-            while not _answers(system.url):
+            while silent := [url for url in system.urls if not _answers(url)]:
                 for child in children:
                     if child.exit_status is not None:
                         raise ConfigError(f"system {system.name}: a command ended with status {child.exit_status}: {child.last_lines(5)}")
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"system {system.name}: {system.url} does not answer after {system.start_timeout_s:g} s")
+                    raise ConfigError(f"system {system.name}: {silent[0]} does not answer after {system.start_timeout_s:g} s")
                 time.sleep(_POLL_INTERVAL_S)
             yield children
         finally:
             stop_children(children)
 
 
-def cut_counts(url: str) -> CutCounts | None:
-    """What the front-end counted so far; None: this server counts no cuts."""
+def cut_counts(urls: Sequence[str]) -> CutCounts | None:
+    """What the front-ends counted so far; None: one of these servers counts no cuts."""
+    counts = [counted for url in urls if (counted := _cut_counts(url)) is not None]
+    return CutCounts(sum(one.cut for one in counts), sum(one.whole for one in counts)) if len(counts) == len(urls) else None
+
+
+def _cut_counts(url: str) -> CutCounts | None:
     try:
         response = httpx.get(f"{url}/metrics", timeout=10)
     except httpx.HTTPError:

@@ -8,20 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dynaserve.bench import replay
-from dynaserve.bench.client import Progress
+from dynaserve.bench.client import Progress, Recording
+from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.measures import Summary, summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
+from dynaserve.bench.processes import CpuTime
 from dynaserve.bench.prompts import Prompts
 from dynaserve.bench.records import RequestRecord
-from dynaserve.bench.verdict import why_not_sustained
+from dynaserve.bench.verdict import LostCause, why_not_sustained
 from dynaserve.errors import ConfigError
+from workloads.trace import TraceRequest
 
 ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class Trial:
-    """not_sustained: why, or None. model: what the server calls it."""
+    """not_sustained: why, or None. model: what the server calls it. front_cores: that the processes in front of the servers kept busy,
+    on average; None: they are not known."""
 
     rate_per_s: float
     seed: int
@@ -29,29 +33,61 @@ class Trial:
     summary: Summary
     not_sustained: str | None
     records: Sequence[RequestRecord]
+    front_cores: float | None = None
 
 
 class NotTrusted(ConfigError):
     """The client was late, or the server counted otherwise, so that there is no figure."""
 
 
-def run(opts: ReplayOptions, rate_per_s: float, seed: int, show: Callable[[Progress], None]) -> Trial:
+def run(
+    opts: ReplayOptions,
+    rate_per_s: float,
+    seed: int,
+    show: Callable[[Progress], None] = lambda _: None,
+    *,
+    front_pids: Sequence[int] = (),
+    gives_up: bool = False,
+) -> Trial:
     """Replays at that rate. The same seed has the same requests in the same order, at any rate, of other tokens each time.
 
+    gives_up: nothing more is sent once P99 TBT is over its SLO whatever comes; whether the run was sustained is the same.
     A run in which the client itself was late is repeated, up to ATTEMPTS in all; then NotTrusted is raised.
     """
     opts = replace(opts, rate_per_s=rate_per_s, seed=seed)
     requests = replay.plan_requests(opts)
     for attempt in range(ATTEMPTS):
-        prompts = Prompts(secrets.randbits(32), opts.vocabulary)
-        server, recording = asyncio.run(replay.measure(opts, requests, prompts, show))
-        summary = summarize(recording.records, recording.loop_lags_ms, opts.slo)
-        if problem := why_not_exact(recording.records):
-            raise NotTrusted(problem)
+        cpu = CpuTime(front_pids)
+        cause = LostCause(sum(request.output_tokens - 1 for request in requests), opts.slo)
+        servers, recording, summary = _measured(opts, requests, show, cause.is_lost if gives_up else lambda _: False)
+        front_cores = cpu.spent_s() / summary.duration_s if front_pids else None
         problem = why_late(summary, opts.max_client_lag_ms)
         if problem is None:
             reason = why_not_sustained(recording.records, summary, opts.slo)
-            return Trial(rate_per_s, seed, server.model, summary, reason, recording.records)
+            return Trial(rate_per_s, seed, servers[0].model, summary, reason, recording.records, front_cores)
         if attempt + 1 == ATTEMPTS:
             raise NotTrusted(f"{ATTEMPTS} times in a row at {rate_per_s:.3g} requests/s {problem}")
     raise AssertionError
+
+
+def saturation(opts: ReplayOptions, seed: int) -> float:
+    """Requests per second when the `requests` of the options are all sent at once. Raises ConfigError if none is answered."""
+    planned = replay.plan_requests(replace(opts, rate_per_s=1.0, duration_s=None, seed=seed))
+    requests = [replace(request, arrived_at_s=0.0) for request in planned]
+    _, _, summary = _measured(opts, requests)
+    if not summary.finished:
+        raise ConfigError(f"no request is answered when {len(requests)} are sent at once: {summary.failure_examples}")
+    return summary.requests_per_s
+
+
+def _measured(
+    opts: ReplayOptions,
+    requests: Sequence[TraceRequest],
+    show: Callable[[Progress], None] = lambda _: None,
+    is_lost: Callable[[RequestRecord], bool] = lambda _: False,
+) -> tuple[Sequence[Endpoint], Recording, Summary]:
+    prompts = Prompts(secrets.randbits(32), opts.vocabulary)
+    servers, recording = asyncio.run(replay.measure(opts, requests, prompts, show, is_lost))
+    if problem := why_not_exact(recording.records):
+        raise NotTrusted(problem)
+    return servers, recording, summarize(recording.records, recording.loop_lags_ms, opts.slo)

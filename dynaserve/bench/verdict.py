@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,21 @@ class Growth:
     def is_queue(self) -> bool:
         """Grows by more than the limit, and not by chance."""
         return self.slope > GROWTH_LIMIT and self.slope > _SURE * self.error
+
+
+class LostCause:
+    """Whether a run breaks the TBT SLO however it goes on: already so many gaps are late that P99 is, be all others in time."""
+
+    def __init__(self, gaps: int, slo: Slo) -> None:
+        """gaps: of the whole run."""
+        self._slo = slo
+        # np.percentile interpolates from the element of this rank upwards.
+        self._late_left = gaps - math.floor(0.99 * (gaps - 1))
+
+    def is_lost(self, record: RequestRecord) -> bool:
+        """Called with each request that has ended."""
+        self._late_left -= sum(gap > self._slo.tbt_ms for gap in record.gaps_ms)
+        return self._late_left <= 0
 
 
 def growth(sent_s: Sequence[float], latency_ms: Sequence[float]) -> Growth | None:

@@ -1,0 +1,165 @@
+"""`make bench-compare`: capacity and goodput of several systems on this machine, each of two real vLLM instances, in turns, in one run.
+
+SmolLM2-135M on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO is one comparison
+as `dynaserve bench compare` makes it: every system is started for its turn, gets all requests at once (which warms it up, and the first
+time tells its saturation rate), and then its capacity is searched. Finished comparisons stay in the output folder: a run that was
+stopped goes on where it was. At the end there is one table over all workloads for each SLO.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkout import commit
+from benchmarks.compare import table
+from benchmarks.compare.campaign import Campaign
+from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS, OURS, SLO_COLOCATED, STOCK, Site
+from benchmarks.parsers import parser_of
+from dynaserve.bench.options import positive, whole
+from dynaserve.bench.report import machine
+from dynaserve.errors import ConfigError
+from dynaserve.files import write_in_one_move
+from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
+
+FAILED, INTERRUPTED = 1, 130
+SMOKE_TEST = "SMOKE TEST: too few and too short runs for a figure that means anything; it shows that everything works."
+GENERATED = ("sample",)
+"""What there is without --traces."""
+DEFAULT = "(default: %(default)s)"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How much is measured, unless options say otherwise."""
+
+    workloads: tuple[str, ...]
+    systems: tuple[str, ...]
+    tbt_slos_ms: tuple[float, ...]
+    requests: int
+    repetitions: int
+    resolution: float
+
+
+FULL = Form(
+    workloads=("azure-code", "azure-conv", "arxiv-summarization", "mini-reasoning", "hybrid"),
+    systems=tuple(CANDIDATES),
+    tbt_slos_ms=(100.0, 50.0),
+    requests=100,
+    repetitions=3,
+    resolution=0.05,
+)
+# The search ends as soon as one rate has passed and the next one has not.
+QUICK = Form(("azure-code", "azure-conv"), (STOCK, SLO_COLOCATED, OURS), (100.0,), requests=10, repetitions=1, resolution=0.7)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Ends with exit status 1 if a comparison is missing, 2 for bad options."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    campaign = _campaign(args)
+    try:
+        _check(campaign)
+        site = Site(smollm2(), campaign.output / "profile.json")
+    except ConfigError as error:
+        parser.error(str(error))
+    provenance = {
+        "command": shlex.join(["python", "-m", "benchmarks.compare", *arguments]),
+        "seed": campaign.seed,
+        "machine": machine(),
+        "commit": commit(),
+        "dtype": fast_dtype(),
+        "smoke_test": args.quick,
+    }
+    print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
+    try:
+        campaign.run(site.system, provenance)
+    except KeyboardInterrupt as error:
+        print(f"bench-compare: {str(error) or 'interrupted'}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from error
+    if missing := report(campaign, provenance):
+        print(f"bench-compare: not measured: {', '.join(missing)}", file=sys.stderr)
+        raise SystemExit(FAILED)
+
+
+def report(campaign: Campaign, provenance: dict[str, Any]) -> list[str]:
+    """Prints the tables and keeps them in the output folder; returns the comparisons that are missing."""
+    found, missing = campaign.found()
+    commits = sorted({one.commit for at_one_slo in found for one in at_one_slo})
+    head = [SMOKE_TEST] if provenance["smoke_test"] else []
+    head += [f"measured at several commits: {', '.join(commits)}"] if len(commits) > 1 else []
+    text = "\n\n".join([*head, *map(table.markdown, found)])
+    print(f"\n{text}", flush=True)
+    write_in_one_move(campaign.output / "table.md", f"{text}\n".encode())
+    content = {**provenance, "missing": missing, "slos": [table.data(at_one_slo) for at_one_slo in found]}
+    write_in_one_move(campaign.output / "table.json", json.dumps(content, indent=1).encode())
+    return missing
+
+
+def _campaign(args: argparse.Namespace) -> Campaign:
+    form = QUICK if args.quick else FULL
+    return Campaign(
+        workloads=args.workloads or (form.workloads if args.traces else GENERATED),
+        systems=args.systems or form.systems,
+        tbt_slos_ms=args.tbt_slo_ms or form.tbt_slos_ms,
+        scale=args.scale,
+        traces=args.traces,
+        requests=args.requests or form.requests,
+        repetitions=args.repetitions or form.repetitions,
+        resolution=args.resolution or form.resolution,
+        seed=args.seed,
+        max_client_lag_ms=args.max_client_lag_ms,
+        output=args.output or Path(f"build/bench-compare{'-quick' if args.quick else ''}"),
+    )
+
+
+def _check(campaign: Campaign) -> None:
+    """Raises ConfigError."""
+    chosen = {"--workloads": campaign.workloads, "--systems": campaign.systems, "--tbt-slo-ms": campaign.tbt_slos_ms}
+    for option, values in chosen.items():
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{option} has a value twice: {_words(tuple(values))}")
+    if len(campaign.systems) < 2:
+        raise ConfigError(f"--systems has {campaign.systems[0]} only: a comparison needs at least two")
+    campaign.check()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("compare", __doc__, "--traces DIR --workloads azure-code hybrid --output build/bench-compare")
+
+    def both(name: str) -> str:
+        full, quick = (getattr(form, name) for form in (FULL, QUICK))
+        return f"(default: {_words(full)}; --quick: {_words(quick)})"
+
+    parser.add_argument("--quick", action="store_true", help="some ten minutes: a smoke test, whose figures mean nothing")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files; without it the workload is sample")
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help=f"as for dynaserve bench {both('workloads')}")
+    parser.add_argument("--systems", nargs="+", choices=CANDIDATES, metavar="NAME", help=f"ratios are those of {OURS} {both('systems')}")
+    parser.add_argument("--tbt-slo-ms", nargs="+", type=positive, metavar="MS", help=f"each {both('tbt_slos_ms')}")
+    parser.add_argument(
+        "--scale", type=positive, default=0.25, metavar="X", help=f"lengths times X; above {MOST_TOKENS} tokens left out {DEFAULT}"
+    )
+    parser.add_argument("--requests", type=whole(8), metavar="N", help=f"of each run {both('requests')}")
+    parser.add_argument("--repetitions", type=whole(1), metavar="N", help=f"searches of each system {both('repetitions')}")
+    parser.add_argument("--resolution", type=positive, metavar="X", help=f"lowest failed / highest passed - 1 {both('resolution')}")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"of the requests and arrivals {DEFAULT}")
+    # The client shares its cores with the engines; how late it was is in each results.json.
+    parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help=f"at P99 {DEFAULT}")
+    where = "(default: build/bench-compare; --quick: build/bench-compare-quick)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=f"reports {where}")
+    return parser
+
+
+def _words(value: object) -> str:
+    return " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in (value if isinstance(value, tuple) else (value,)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,216 @@
+"""`make bench-compare`: the table over all workloads, its aims, and a run that goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.checkout import commit
+from benchmarks.compare import __main__ as command
+from benchmarks.compare import table
+from benchmarks.compare.aims import judged
+from benchmarks.compare.campaign import Campaign
+from benchmarks.compare.candidates import CANDIDATES, Site
+from benchmarks.compare.outcome import Compared, Outcome
+from dynaserve.bench.systems import Running, System
+from dynaserve.errors import ConfigError
+from tests.completion_server import Act, running_server
+
+
+def outcome(*rates: float | None, saturation: float = 10.0, front_cores: float | None = None) -> Outcome:
+    """Its capacity is the middle one of the rates."""
+    capacity = sorted(rate or 0.0 for rate in rates)[len(rates) // 2] or None
+    goodput, ttft_ms = (50.0, 1500.0) if capacity else (None, None)
+    return Outcome(rates, capacity, saturation, goodput, ttft_ms, front_cores, cut_share=None)
+
+
+def compared(workload: str = "azure-code", tbt_slo_ms: float = 100.0, **systems: Outcome) -> Compared:
+    """Names with _ for -."""
+    return Compared(workload, tbt_slo_ms, "abc1234", {name.replace("_", "-"): one for name, one in systems.items()})
+
+
+def test_a_system_below_a_tenth_of_its_saturation_is_not_servable_and_left_out_of_the_mean() -> None:
+    found = [
+        compared("azure-code", stock=outcome(0.9), slo_colocated=outcome(2.0), dynamic=outcome(3.0)),
+        compared("azure-conv", stock=outcome(1.0), slo_colocated=outcome(2.0), dynamic=outcome(4.0)),
+        compared("hybrid", stock=outcome(None), slo_colocated=outcome(2.0), dynamic=outcome(1.0)),
+    ]
+    lines = table.markdown(found).splitlines()
+    assert "| stock | not servable, 10 at once | 1 / 50 / 1.5 | not servable, 10 at once |" in lines
+    assert "| stock's default chunk | - | 4.00 | - | 4.00 |" in lines
+    assert "| SLO-aware colocation | 1.50 | 2.00 | 0.50 | 1.14 |" in lines
+    assert table.data(found)["mean_over"]["stock's default chunk"] == pytest.approx(4.0)
+
+
+def test_the_best_of_several_baselines_is_named() -> None:
+    one = compared(stock_256=outcome(2.0), stock_384=outcome(2.5), disaggregated=outcome(1.0), dynamic=outcome(3.0, front_cores=0.25))
+    lines = table.markdown([one]).splitlines()
+    assert "| dynamic | 3 / 50 / 1.5 / 0.25 |" in lines
+    assert "| the best of chunks 256, 512, 1024 and disaggregation | 1.50 (stock-256) | 1.50 |" in lines
+    assert "| the best of all baselines | 1.20 (stock-384) | 1.20 |" in lines
+    assert "| SLO-aware colocation | - | - |" in lines
+
+
+def test_a_ratio_has_an_interval_over_the_repetitions_unless_one_found_no_rate() -> None:
+    over = compared(stock=outcome(1.0, 1.0, 1.0), dynamic=outcome(2.0, 4.0, 8.0)).over_best(["stock"])
+    assert over is not None
+    assert over.ratio.value == pytest.approx(4.0)
+    assert over.ratio.low is not None
+    lucky = compared(stock=outcome(1.0, 1.0, 1.0), dynamic=outcome(None, None, 8.0)).over_best(["stock"])
+    assert lucky is not None
+    assert (lucky.ratio.value, lucky.ratio.low) == (0.0, None)
+
+
+def test_aims_are_met_or_missed_or_not_measured() -> None:
+    found = [
+        compared("azure-code", stock=outcome(1.0), slo_colocated=outcome(3.0), dynamic=outcome(3.0)),
+        compared("mini-reasoning", stock=outcome(2.0), slo_colocated=outcome(2.0), dynamic=outcome(1.95)),
+    ]
+    told = list(map(str, judged(found)))
+    assert "MISSED: at least 4 times stock's default chunk, mean of azure-code: 3.00" in told
+    assert "met: at least 0.97 times stock's default chunk, each of mini-reasoning: 0.97" in told
+    assert "MISSED: at least 1.08 times SLO-aware colocation, each of azure-code: 1.00" in told
+    assert "not measured, or no baseline is servable: at least 1.15 times the best of chunks 256, 512, 1024 and disaggregation" in told
+    assert any(line.startswith("met: at least 0.97 times the best of all baselines, each of azure-code, mini-reasoning") for line in told)
+    assert all("1.2 times" not in line for line in told)
+    tight = [replace(one, tbt_slo_ms=50.0) for one in found]
+    assert "MISSED: at least 1.2 times SLO-aware colocation, mean of azure-code, mini-reasoning: 0.99" in map(str, judged(tight))
+
+
+class Toys:
+    """Small servers in place of engines. started: which of them, and where their logs would be."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, str]] = []
+        self.broken_below_ms = 0.0
+
+    def system(self, name: str, tbt_slo_ms: float, logs: Path) -> System:
+        @contextmanager
+        def start() -> Iterator[Running]:
+            self.started.append((name, logs.parent.name))
+            if tbt_slo_ms < self.broken_below_ms:
+                raise ConfigError("it does not start")
+            with running_server() as server:
+                server.act = Act(slots=1 if name == "stock" else 4, delay_s=0.005)
+                yield Running((server.url,))
+
+        return System(name, start=start)
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Campaign:
+    return Campaign(
+        workloads=("fixed:20,5",),
+        systems=("stock", "dynamic"),
+        tbt_slos_ms=(6000.0, 5000.0),
+        scale=0.5,
+        traces=None,
+        requests=12,
+        repetitions=1,
+        resolution=0.7,
+        seed=1,
+        max_client_lag_ms=60000.0,
+        output=tmp_path / "out",
+    )
+
+
+PROVENANCE: dict[str, Any] = {"command": "a command", "seed": 1, "machine": {"cores": 2}, "commit": "abc1234", "smoke_test": True}
+
+
+def test_a_campaign_goes_on_where_it_stopped_and_ends_in_a_table(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    toys = Toys()
+    toys.broken_below_ms = 5500.0
+    campaign.check()
+    campaign.run(toys.system, PROVENANCE)
+    first, second = "fixed-20-5-tbt-6000", "fixed-20-5-tbt-5000"
+    assert toys.started == [("stock", first), ("dynamic", first), ("stock", second)]
+    assert "fixed:20,5, P99 TBT within 5000 ms: not measured: it does not start" in capsys.readouterr().err
+    assert command.report(campaign, PROVENANCE) == ["fixed:20,5 at 5000 ms"]
+
+    toys.started, toys.broken_below_ms = [], 0.0
+    campaign.check()
+    campaign.run(toys.system, {**PROVENANCE, "commit": "def5678"})
+    assert toys.started == [("stock", second), ("dynamic", second)]
+    capsys.readouterr()
+    assert command.report(campaign, PROVENANCE) == []
+    printed = capsys.readouterr().out
+    assert printed.strip() == (campaign.output / "table.md").read_text().strip()
+    assert printed.lstrip().startswith(f"{command.SMOKE_TEST}\n\nmeasured at several commits: abc1234, def5678\n\nP99 TBT within 6000 ms")
+    content = json.loads((campaign.output / "table.json").read_text())
+    assert [content[name] for name in ("command", "seed", "commit", "missing")] == ["a command", 1, "abc1234", []]
+    (loose, _) = content["slos"]
+    over = loose["workloads"]["fixed:20,5"]["over"]["stock's default chunk"]
+    assert over["baseline"] == "stock"
+    assert over["ratio"]["value"] > 0
+
+
+def test_figures_of_other_options_are_neither_used_nor_overwritten(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign = replace(campaign, tbt_slos_ms=(6000.0,))
+    campaign.run(Toys().system, PROVENANCE)
+    other = replace(campaign, requests=13)
+    assert other.found() == ([], ["fixed:20,5 at 6000 ms"])
+    with pytest.raises(ConfigError, match="holds a comparison with other options"):
+        other.check()
+
+
+def test_each_system_is_two_instances_of_the_same_kind(tmp_path: Path) -> None:
+    site = Site(tmp_path / "model", tmp_path / "profile.json")
+    commands = {}
+    for name, candidate in CANDIDATES.items():
+        fleet = site.fleet(candidate, 50.0, tmp_path / name)
+        assert fleet.instances == 2
+        commands[name] = " ".join(fleet.instance_command(1))
+        assert ("--plugin dynaserve" in commands[name]) == (not name.startswith("stock"))
+    assert "--max-num-batched-tokens" not in commands["stock"] + commands["colocated"]
+    assert commands["stock-384"].endswith("--max-num-batched-tokens 384")
+    assert "--dynaserve-batching" not in commands["colocated"]
+    assert "--dynaserve-batching slo --tbt-slo-ms 50" in commands["dynamic"]
+
+
+def test_policies_that_predict_are_told_the_latencies_that_are_known(tmp_path: Path) -> None:
+    site = Site(tmp_path / "model", tmp_path / "profile.json")
+    before = site.fleet(CANDIDATES["dynamic"], 100.0, tmp_path).frontend_command()
+    assert before[-4:] == ["--policy", "dynamic", "--fleet-tbt-slo-ms", "100"]
+    site.profile.touch()
+    assert site.fleet(CANDIDATES["dynamic"], 100.0, tmp_path).frontend_command()[-2:] == ["--latency-profile", str(site.profile)]
+    assert "--latency-profile" not in site.fleet(CANDIDATES["disaggregated"], 100.0, tmp_path).frontend_command()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--systems", "stock"), "--systems has stock only: a comparison needs at least two"),
+        (("--systems", "stock", "stock"), "--systems has a value twice: stock stock"),
+        (("--tbt-slo-ms", "50", "50"), "--tbt-slo-ms has a value twice: 50 50"),
+        (("--workloads", "azure-code"), "workload azure-code is not part of the package"),
+        (("--requests", "7"), "'7' is not a whole number of at least 8"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(
+    options: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as end:
+        command.main([*options, "--output", str(tmp_path / "out")])
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main(["--help"])
+    assert end.value.code == 0
+    assert "example:\n  python -m benchmarks.compare " in capsys.readouterr().out
+
+
+def test_a_commit_is_told() -> None:
+    assert commit()
