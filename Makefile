@@ -1,11 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up aborts fuzz soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-decide bench-endurance bench-fidelity bench-frontend bench-handoff bench-idle bench-overload bench-predictor bench-scheduler clean runtime dev
+.PHONY: help demo up aborts fuzz soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-compare bench-compare-quick bench-decide bench-endurance bench-fidelity bench-frontend bench-handoff bench-idle bench-overload bench-predictor bench-scheduler clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
 
 help:       ## show this list
-	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
 
 demo: runtime ## start a local fleet, cut one request at four places, stop the fleet
 	$(BIN)/python -m dynaserve.local.demo
@@ -13,11 +13,11 @@ demo: runtime ## start a local fleet, cut one request at four places, stop the f
 up: runtime ## start a local fleet and keep it until Ctrl-C (front-end on PORT=8000)
 	$(BIN)/python -m dynaserve.local.demo --stay $(if $(PORT),--port $(PORT))
 
-test: dev test-cpp ## run all tests, also those that start real engines
-	$(BIN)/pytest
+test: test-fast ## run all tests, also those that start real engines
+	$(BIN)/pytest -m engine
 
 test-fast: dev test-cpp ## run the tests that start no engine
-	$(BIN)/pytest -m "not engine"
+	$(BIN)/pytest -m "not engine" --numprocesses auto --maxprocesses 8 --dist loadfile
 
 test-cpp: dev ## run the tests of the C++ core under the address and undefined-behaviour sanitizers
 	$(BIN)/cmake -S cpp_scheduler -B build/cpp -Wno-dev >build/cpp.log || { cat build/cpp.log; exit 1; }
@@ -33,8 +33,8 @@ aborts: dev ## a thousand clients leave at random moments (REQUESTS=1000, SEED=n
 fuzz: dev  ## ten thousand malformed requests and messages (CASES=10000, SEED=n): no server error, and nothing is held afterwards
 	$(BIN)/python -m tests.e2e.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
 
-test-chaos: dev ## instances are killed, stopped and started anew under load (ROUNDS=10, REQUESTS=200, SEED=n): no token may differ
-	$(BIN)/python -m tests.e2e.chaos $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
+test-chaos: dev ## instances are killed, stopped, cut off and started anew under load (ROUNDS=10, REQUESTS=200, SEED=n): no token may differ
+	$(BIN)/python -m tests.e2e.whole_chaos $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
 check: dev ## formatting, lint, types, layering
 	$(BIN)/ruff format --check .
@@ -53,6 +53,12 @@ stubs: dev ## regenerate dynaserve/_core.pyi
 
 bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine; ARGS="--traces DIR", QUICK=1 takes twelve minutes
 	$(BIN)/python -m benchmarks.batching $(if $(QUICK),--quick) $(ARGS)
+
+bench-compare: dev ## capacity of stock vLLM and of our policies in turns, in hours; goes on where it stopped; ARGS="--traces DIR ..." options
+	$(BIN)/python -m benchmarks.compare $(ARGS)
+
+bench-compare-quick: dev ## the same as a smoke test of some ten minutes; ARGS="--traces DIR ..." options
+	$(BIN)/python -m benchmarks.compare --quick $(ARGS)
 
 bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the gap in the answer; ARGS=... options
 	$(BIN)/python -m benchmarks.handoff $(ARGS)

@@ -89,6 +89,9 @@ class Admission:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def is_waiting(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
     def why_not(self, prompt_tokens: int, ttft_slo_ms: float, now_s: float) -> Refusal | None:
         """Of a request that comes now. ttft_slo_ms: infinite for one that is served as best it goes."""
         self._look(now_s)

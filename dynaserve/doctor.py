@@ -22,6 +22,11 @@ from dynaserve.errors import ConfigError, NoInstance
 from dynaserve.frontend_at import add_key_arguments, frontend_at
 from dynaserve.messages import InstanceDescription, Load
 
+EXAMPLE = """\
+example:
+  dynaserve doctor --instances http://a:8000 http://b:8000 --url http://127.0.0.1:8000
+
+exit status: 0 no fault; 1 a fault; 2 bad option."""
 VLLM_CHECK = "vllm_plugin.patches:check_vllm"
 """By import string: this package does not import the engine's."""
 ENOUGH_FILES = 65_536
@@ -168,7 +173,12 @@ def check_state(name: str, health: str, load: Load | None) -> Iterator[Finding]:
 
 def main(argv: Sequence[str]) -> None:
     """Exit status 1 where there is a fault."""
-    parser = argparse.ArgumentParser(prog="dynaserve doctor", description="Checks an installation and a fleet, and says what to change.")
+    parser = argparse.ArgumentParser(
+        prog="dynaserve doctor",
+        description="Checks an installation and a fleet, and says what to change.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--instances", nargs="+", default=[], metavar="URL", help="instances that are to make a fleet")
     parser.add_argument(fleet.ALLOW_STOCK_OPTION, action="store_true", help="these may be vLLM servers without the plugin")
     parser.add_argument("--url", help="a running front-end")

@@ -22,6 +22,18 @@ def write_in_one_move(path: Path, content: bytes) -> None:
         raise
 
 
+def check_replaceable(path: Path) -> None:
+    """Raises ConfigError now, rather than after hours of work, where `write_in_one_move` could not write. Makes the missing folders."""
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    if path.is_dir():
+        raise ConfigError(f"{path}: cannot be written: it is a folder")
+
+
 def read_entries(option: str, path: Path) -> list[str]:
     """One a line; empty lines and those that begin with # are none. Raises ConfigError, which names the option, for an unreadable file."""
     try:

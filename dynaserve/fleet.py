@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +12,16 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from dynaserve import latency_profile, stock
+from dynaserve import direct_http, latency_profile, stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, may_reach
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
+
+_UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
+"""What a decoder raises, the last of them for 2 kB that are nested too deeply."""
 
 _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
 _NOT_TOLD_BY_STOCK = ("vllm_version", "dtype", "device", "parallelism", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
@@ -51,7 +54,7 @@ def describe(url: str, timeout_s: float = 10.0, *, allow_stock: bool = False) ->
     allow_stock: a vLLM server without the plugin is one, too.
     """
     try:
-        answer = httpx.get(f"{url}/dynaserve/instance", timeout=timeout_s)
+        answer = direct_http.get(f"{url}/dynaserve/instance", timeout_s)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # a host name may be no host name (UnicodeError)
         raise ConfigError(f"instance {url} does not answer: {error}") from error
     if answer.status_code == httpx.codes.NOT_FOUND:
@@ -65,15 +68,17 @@ def describe(url: str, timeout_s: float = 10.0, *, allow_stock: bool = False) ->
         raise ConfigError(f"instance {url} answers HTTP {answer.status_code}: {answer.text[:200]}")
     try:
         return msgspec.json.decode(answer.content, type=InstanceDescription)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"instance {url} describes itself in another format (version mismatch?): {error}") from error
 
 
 def _describe_stock(url: str, timeout_s: float) -> InstanceDescription:
     try:
-        return stock.describe(url, lambda path: httpx.get(f"{url}{path}", timeout=timeout_s))
+        return stock.describe(url, lambda path: direct_http.get(f"{url}{path}", timeout_s))
     except httpx.HTTPError as error:
         raise ConfigError(f"instance {url} does not answer: {error}") from error
+    except RecursionError as error:  # nested too deeply
+        raise ConfigError(f"instance {url} is neither a DynaServe instance nor a vLLM server: {error}") from error
 
 
 def join(urls: Sequence[str], *, allow_stock: bool = False) -> list[Instance]:
@@ -108,6 +113,7 @@ def _checked(instances: list[Instance]) -> list[Instance]:
     first = reference_of(instances)
     for instance in instances:
         check(instance, first)
+        check_distinct(instance, instances)
     return [completed(instance, first) for instance in instances]
 
 
@@ -146,6 +152,15 @@ def check(instance: Instance, first: Instance) -> None:
     for mine, other in zip(ours.workers, theirs.workers, strict=True):
         if mine.kv_layout != other.kv_layout:
             raise ConfigError(f"KV layout differs: {first.instance_id} has {mine.kv_layout}; {name} has {other.kv_layout}")
+
+
+def check_distinct(instance: Instance, others: Iterable[Instance]) -> None:
+    """Raises ConfigError, naming both, if one of the others is the same process at another URL: a gateway has one session with a front-end,
+    so each would end the other's."""
+    name, epoch = instance.instance_id, instance.description.instance_epoch
+    for other in others:
+        if epoch and other.instance_id != name and other.description.instance_epoch == epoch:
+            raise ConfigError(f"{name} and {other.instance_id} are the same instance")
 
 
 def _check_stock(instance: Instance, first: Instance) -> None:
@@ -191,10 +206,10 @@ def suits_any_policy(instance: Instance) -> None:
 
 def tells_its_steps(instance: Instance) -> None:
     """Raises ConfigError for an instance from whose steps no latency profile can be learnt; a stock server is never asked for any."""
-    if not instance.description.stock and instance.description.batching != "slo":
+    if not instance.description.stock and instance.description.tbt_slo_ms is None:
         raise ConfigError(
-            f"instance {instance.instance_id} runs with --dynaserve-batching {instance.description.batching}, which tells nothing of its "
-            "steps: run it with --dynaserve-batching slo, or give a --latency-profile FILE to a policy that predicts"
+            f"instance {instance.instance_id} runs with vLLM's own batches, which tell nothing of their steps: run it with "
+            "--dynaserve-batching slo, or give a --latency-profile FILE to a policy that predicts"
         )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ logger = logging.getLogger("vllm.dynaserve.frontend")
 REJOIN_EVERY_S = 0.5
 ANSWER_TIMEOUT_S = 2.0
 BYE_LINGER_MS = 500
+MOST_ASKED = 256
+"""URLs that are asked at once who they are; each takes a thread until it answers, or its time is up."""
 
 
 @dataclass
@@ -55,7 +58,10 @@ class FleetLinks:
     _rejoining: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _adding: set[str] = field(default_factory=set)
+    _joining: dict[str, Instance] = field(default_factory=dict)
+    """Those that have been found to fit, and whose link is being opened."""
+    # Not asyncio's own few threads: URLs that do not answer would keep everybody else who needs one waiting.
+    _askers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MOST_ASKED, "dynaserve-ask"))
     _least_model_len: int = 0
     """Of the instances that the front-end began with: it promises as much to clients."""
     _session: int = 0
@@ -97,24 +103,21 @@ class FleetLinks:
         for link in self._links.values():
             link.close(bye=True)
         self._links.clear()
+        self._askers.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(linger=BYE_LINGER_MS)
 
     async def add(self, instance: Instance) -> None:
         """A new instance; raises ConfigError where it does not fit, does not answer, or joins already."""
         name = instance.instance_id
-        if name in self._adding or name in self.instances:
+        if name in self._joining or name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already, or is just joining")
-        instance = self._fitting(instance, fleet.reference_of(self.instances.values()))
-        self._adding.add(name)
-        try:
-            await self._join(instance, ANSWER_TIMEOUT_S)
-        finally:
-            self._adding.discard(name)
+        await self._join(self._fitting(instance, fleet.reference_of(self.instances.values())), ANSWER_TIMEOUT_S)
 
     async def remove(self, instance_id: str) -> None:
         """For good: it is told goodbye if it lives, and not asked any more if it does not."""
         if (rejoining := self._rejoining.pop(instance_id, None)) is not None:
             rejoining.cancel()
+            self._joining.pop(instance_id, None)  # not only when the task notices: it may be added anew at once
         if (link := self._links.pop(instance_id, None)) is not None:
             link.close(bye=True)
             if not self._links:
@@ -125,19 +128,23 @@ class FleetLinks:
 
     async def ask(self, url: str, timeout_s: float) -> Instance:
         """Who is there. Raises ConfigError where nobody answers as an instance."""
-        return Instance(url, await asyncio.to_thread(self.describe, url, timeout_s))
+        return Instance(url, await asyncio.get_running_loop().run_in_executor(self._askers, self.describe, url, timeout_s))
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
     async def _join(self, instance: Instance, timeout_s: float) -> None:
         fleet.check_reach(instance, self.secret)
+        name = instance.instance_id
         link = self._link_to(instance)
+        self._joining[name] = instance
         try:
             await link.open(instance.description.instance_epoch, timeout_s)
         except BaseException:
             link.close()
             raise
-        name = instance.instance_id
+        finally:
+            if self._joining.get(name) is instance:
+                del self._joining[name]
         if instance.description.stock:
             logger.warning("instance %s takes whole requests only: %s", name, stock.OBSTACLE)
         self.instances[name] = instance
@@ -157,6 +164,7 @@ class FleetLinks:
     def _fitting(self, instance: Instance, reference: Instance) -> Instance:
         """With all that is known of it; raises ConfigError where it does not fit."""
         fleet.check(instance, reference)
+        fleet.check_distinct(instance, [*self.instances.values(), *self._joining.values()])
         instance = fleet.completed(instance, reference)
         self.also_check(instance)
         if (model_len := instance.description.max_model_len) < self._least_model_len:
@@ -172,7 +180,7 @@ class FleetLinks:
                 if instance.description.stock and not self.instances[name].description.stock:
                     raise ConfigError(f"{name} had the plugin, and has come back without it: take it out and add it, if that is meant")
                 await self._join(self._fitting(instance, reference), ANSWER_TIMEOUT_S)
-            except ConfigError as error:
+            except (ConfigError, OSError, zmq.ZMQError) as error:  # no files are left, for instance: of now, and no fault of the fleet's
                 if str(error) != told:
                     told = str(error)
                     logger.info("instance %s is not back: %s", name, error)

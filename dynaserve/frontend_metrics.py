@@ -40,6 +40,7 @@ GAPS_IN_SLO = Counter("dynaserve_token_gaps_in_slo", "Those within the TBT SLO o
 FIRST_TOKENS = Counter("dynaserve_first_tokens", "First tokens of requests with a TTFT SLO.")
 FIRST_TOKENS_IN_SLO = Counter("dynaserve_first_tokens_in_slo", "Those that came within it.")
 MALFORMED = Counter("dynaserve_malformed_messages", "Messages from instances that were malformed.", [URL])
+FAILED = Counter("dynaserve_failed_messages", "Messages from instances that the front-end failed at; each ends its instance's link.", [URL])
 PLACING = Histogram(
     "dynaserve_placement_seconds",
     "Time to decide where a request runs.",

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
+import zmq
+
 from dynaserve.errors import ConfigError
 from dynaserve.files import read_entries
 
@@ -26,7 +28,8 @@ def read(path: Path) -> tuple[str, ...]:
 class InstanceFile:
     """Keeps a fleet equal to what the file names. Instances that came otherwise stay: only what the file no longer names leaves.
 
-    A file that cannot be read, or is empty, changes nothing; an instance that cannot be added or removed is tried again.
+    A file that cannot be read, or is empty, changes nothing; an instance that cannot be added or removed is tried again. One that
+    does not answer delays neither the others nor the next look.
     """
 
     def __init__(
@@ -42,38 +45,57 @@ class InstanceFile:
         self._add = add
         self._remove = remove
         self._named: set[str] = set(members())
-        self._told: set[str] = set()
+        self._changing: set[str] = set()
+        """Those that are being added or removed: nothing else is done with them meanwhile."""
+        self._told: dict[str, str] = {}
+        """The fault that was told last, of a URL or of the file."""
 
     async def follow(self) -> None:
         """Never returns."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self.look()
+        async with asyncio.TaskGroup() as changes:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await self.look(changes)
 
-    async def look(self) -> None:
-        faults: set[str] = set()
+    async def look(self, changes: asyncio.TaskGroup) -> None:
+        """Reads the file and begins what is to be done, in `changes`."""
         try:
             wanted = set(await asyncio.to_thread(read, self._path))
         except ConfigError as error:
-            faults.add(str(error))
-        else:
-            members = set(self._members())
-            self._named |= wanted
-            leaving = (self._named - wanted) & members
-            results = await asyncio.gather(
-                *(self._try(self._add, url, "joins") for url in sorted(wanted - members)),
-                *(self._try(self._remove, url, "leaves") for url in sorted(leaving)),
-            )
-            faults |= {fault for fault in results if fault is not None}
-            self._named = wanted | (self._named & set(self._members()))
-        for fault in faults - self._told:
-            logger.warning("%s", fault)
-        self._told = faults
+            self._tell(str(self._path), str(error))
+            return
+        members = set(self._members())
+        # Also what is not named any more while it is being added: it leaves once it has joined.
+        self._named = wanted | (self._named & (members | self._changing))
+        self._told = {url: fault for url, fault in self._told.items() if url in self._named}
+        for url in sorted(wanted - members - self._changing):
+            self._begin(changes, self._add, url, "joins")
+        for url in sorted((self._named - wanted) & members - self._changing):
+            self._begin(changes, self._let_go, url, "leaves")
 
-    async def _try(self, change: Callable[[str], Awaitable[None]], url: str, what: str) -> str | None:
+    def _begin(self, changes: asyncio.TaskGroup, change: Callable[[str], Awaitable[None]], url: str, what: str) -> None:
+        self._changing.add(url)
+        changes.create_task(self._try(change, url, what))
+
+    async def _try(self, change: Callable[[str], Awaitable[None]], url: str, what: str) -> None:
         try:
             await change(url)
         except ConfigError as error:
-            return f"--instances-file {self._path}: {error}"
-        logger.info("instance %s %s the fleet: --instances-file %s", url, what, self._path)
-        return None
+            self._tell(url, f"--instances-file {self._path}: {error}")
+        except (OSError, zmq.ZMQError) as error:  # no files are left, or the authority's certificate cannot be read: of now, not of it
+            self._tell(url, f"--instances-file {self._path}: instance {url} cannot be changed now: {error}")
+        else:
+            self._told.pop(url, None)
+            logger.info("instance %s %s the fleet: --instances-file %s", url, what, self._path)
+        finally:
+            self._changing.discard(url)
+
+    async def _let_go(self, url: str) -> None:
+        await self._remove(url)
+        self._named.discard(url)  # should it come back otherwise, it stays
+
+    def _tell(self, subject: str, fault: str) -> None:
+        """Once, until it is over or another one."""
+        if self._told.get(subject) != fault:
+            self._told[subject] = fault
+            logger.warning("%s", fault)

@@ -81,7 +81,11 @@ class InstanceLink:
         self._socket.maxmsgsize = LONGEST_ANSWER_FRAME_BYTES
         secure_client(self._socket, secret)
         self._doubt = "" if secret is None else "; does it hold another fleet secret?"
-        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        try:
+            self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        except zmq.ZMQError:  # no files are left
+            self._socket.close(linger=0)
+            raise
 
     async def open(self, instance_epoch: str, timeout_s: float) -> None:
         """Returns when the instance of this epoch has answered and its engine core runs; raises ConfigError, naming the gateway."""
@@ -97,7 +101,7 @@ class InstanceLink:
             raise ConfigError(f"the gateway {self._gateway} does not answer{self._doubt}") from None
         except LinkLost as error:
             raise ConfigError(f"the gateway {self._gateway} does not answer: {error}") from error
-        except msgspec.MsgspecError as error:
+        except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"the gateway {self._gateway} does not answer as one: {error}") from error
 
     async def _greet(self, instance_epoch: str) -> None:

@@ -16,6 +16,9 @@ from dynaserve.files import write_in_one_move
 from dynaserve.step_latency import CONTEXT_BINS, DECODE_BINS, TOKEN_BINS, ProfileBin, ProfileTable, Roofline
 
 FORMAT_VERSION = 1
+MOST_LOG = 300.0
+"""Of the logarithms that were learnt: the product of two such factors is still a number. What files of older versions hold may be that
+far, since bins that contradicted each other drifted apart there."""
 
 
 class ProfileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,12 +86,20 @@ def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
     for name, axis in {"token_bins": TOKEN_BINS, "decode_bins": DECODE_BINS, "context_bins": CONTEXT_BINS}.items():
         if getattr(content, name) != axis:
             raise ConfigError(f"{path}: {name} are {getattr(content, name)}, this version of DynaServe has {axis}")
+    _check_logs(path, content)
     try:
         table = ProfileTable(Roofline(**_fields(content.roofline)))
         table.restore([ProfileBin(b.index, b.log_ratio, b.weight) for b in content.bins], content.log_scale, content.sigma)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return table
+
+
+def _check_logs(path: Path, content: _File) -> None:
+    logs = [("log_scale", content.log_scale), *((f"bin {b.index}: log_ratio", b.log_ratio) for b in content.bins)]
+    for name, value in logs:
+        if not abs(value) <= MOST_LOG:  # nor is it one that is not a number
+            raise ConfigError(f"{path}: {name} is {value:g}; it must lie between -{MOST_LOG:g} and {MOST_LOG:g}")
 
 
 def key_of(path: Path) -> ProfileKey:

@@ -8,7 +8,10 @@ and `load`.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import neg
 from pathlib import Path
 
 import msgspec
@@ -58,6 +61,38 @@ class LengthForecast:
     finished: int
 
 
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """tokens: lengths of answers, rising. weights, moments: the sums of weights, and of tokens x weight, from each of them on."""
+
+    tokens: list[float]
+    weights: list[float]
+    moments: list[float]
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]]) -> Distribution:
+        """points: (tokens, weight), shortest first."""
+        weights = accumulate((weight for _, weight in reversed(points)), initial=0.0)
+        moments = accumulate((tokens * weight for tokens, weight in reversed(points)), initial=0.0)
+        return cls([tokens for tokens, _ in points], list(weights)[::-1], list(moments)[::-1])
+
+    def goes_beyond(self, emitted: int) -> bool:
+        return self.tokens[-1] > emitted
+
+    def mean_beyond(self, emitted: int) -> float:
+        """Of the answers that are longer; of one that is longer than all that were ever seen: as much again by half."""
+        first = bisect.bisect_right(self.tokens, emitted)
+        return self.moments[first] / self.weights[first] if first < len(self.tokens) else 1.5 * emitted
+
+    def quantile_beyond(self, emitted: int, quantile: float) -> float:
+        """Of the answers that are longer; of one that is longer than all that were ever seen: as much again."""
+        first = bisect.bisect_right(self.tokens, emitted)
+        if first == len(self.tokens):
+            return 2.0 * emitted
+        longer = (1.0 - quantile) * self.weights[first]
+        return self.tokens[bisect.bisect_left(self.weights, -longer, lo=first + 1, key=neg) - 1]
+
+
 @dataclass
 class Lengths:
     """A histogram over geometric bins whose older entries fade."""
@@ -65,6 +100,8 @@ class Lengths:
     weights: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
     means: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
     finished: int = 0
+    _distribution: Distribution | None = None
+    """Of all that was learnt: requests that run are asked about far more often than others finish."""
 
     def learn(self, tokens: int) -> None:
         self.weights = [weight * (1 - 1 / _MEMORY) for weight in self.weights]
@@ -72,10 +109,14 @@ class Lengths:
         self.weights[bin_] += 1.0
         self.means[bin_] += (tokens - self.means[bin_]) / self.weights[bin_]
         self.finished += 1
+        self._distribution = None
 
-    def beyond(self, emitted: int) -> list[tuple[float, float]]:
-        """(tokens, weight) of the bins whose answers are longer than `emitted`, shortest first."""
-        return [(mean, weight) for mean, weight in zip(self.means, self.weights, strict=True) if weight > 0 and mean > emitted]
+    @property
+    def distribution(self) -> Distribution:
+        if self._distribution is None:
+            points = zip(self.means, self.weights, strict=True)
+            self._distribution = Distribution.of([(mean, weight) for mean, weight in points if weight > 0])
+        return self._distribution
 
 
 @dataclass
@@ -90,16 +131,15 @@ class LengthPredictor:
         """What to expect of a request that has emitted this much and goes on; never above its max_tokens."""
         for key in query.keys:
             group = self.groups.get(key)
-            if group is not None and group.finished >= LEAST_FINISHED and (found := group.beyond(emitted)):
-                source, points, finished = "history", found, group.finished
+            if group is not None and group.finished >= LEAST_FINISHED and group.distribution.goes_beyond(emitted):
+                source, lengths, finished = "history", group.distribution, group.finished
                 break
         else:
-            source, points, finished = "prior", _prior_beyond(emitted), 0
+            source, lengths, finished = "prior", _PRIOR, 0
+        expected, likely = lengths.mean_beyond(emitted), lengths.quantile_beyond(emitted, self.likely_quantile)
         if query.hint is not None and query.hint > emitted:
             source, expected = "hint", float(query.hint)
-            likely = max(expected, _quantile(points, self.likely_quantile)) if finished else expected
-        else:
-            expected, likely = _mean(points, emitted), _quantile(points, self.likely_quantile) if points else 2.0 * emitted
+            likely = max(expected, likely) if finished else expected
         least = emitted + 1
         return LengthForecast(
             expected_tokens=max(1, min(query.max_tokens, max(least, round(expected) + self.margin_tokens))),
@@ -120,25 +160,13 @@ class LengthPredictor:
             del self.groups[next(iter(self.groups))]
 
 
-def _prior_beyond(emitted: int) -> list[tuple[float, float]]:
-    edges = [0.0, *((PRIOR[n][0] + PRIOR[n + 1][0]) / 2 for n in range(len(PRIOR) - 1)), 1.0]
-    points = [(float(tokens), edges[n + 1] - edges[n]) for n, (_, tokens) in enumerate(PRIOR)]
-    return [(tokens, weight) for tokens, weight in points if tokens > emitted]
+def _distribution_of(quantiles: Sequence[tuple[float, int]]) -> Distribution:
+    """Each length stands for the answers that are nearer to its quantile than to another."""
+    edges = [0.0, *((low + high) / 2 for (low, _), (high, _) in pairwise(quantiles)), 1.0]
+    return Distribution.of([(float(tokens), edges[n + 1] - edges[n]) for n, (_, tokens) in enumerate(quantiles)])
 
 
-def _mean(points: list[tuple[float, float]], emitted: int) -> float:
-    """Beyond all that was ever seen: as much again by half."""
-    total = sum(weight for _, weight in points)
-    return sum(tokens * weight for tokens, weight in points) / total if total else 1.5 * emitted
-
-
-def _quantile(points: list[tuple[float, float]], quantile: float) -> float:
-    reached, wanted = 0.0, quantile * sum(weight for _, weight in points)
-    for tokens, weight in points:
-        reached += weight
-        if reached >= wanted:
-            return tokens
-    return points[-1][0]
+_PRIOR = _distribution_of(PRIOR)
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -154,7 +182,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def save(path: Path, predictor: LengthPredictor) -> None:
     """Writes what was learnt in one move: a reader finds the old file or the new one."""
-    groups = {key: _Group(group.weights, group.means, group.finished) for key, group in predictor.groups.items()}
+    known = list(predictor.groups.items())  # at once: others may learn meanwhile, in another thread
+    groups = {key: _Group(group.weights, group.means, group.finished) for key, group in known}
     write_in_one_move(path, msgspec.json.encode(_File(FORMAT_VERSION, groups)))
 
 
@@ -170,7 +199,14 @@ def load(path: Path) -> LengthPredictor:
         raise ConfigError(f"{path}: format_version is {content.format_version}, this version of DynaServe reads {FORMAT_VERSION}")
     predictor = LengthPredictor()
     for key, group in content.groups.items():
-        if not (len(group.weights) == len(group.means) == _NUM_BINS) or min(*group.weights, *group.means, group.finished) < 0:
-            raise ConfigError(f"{path}: the group {key!r} needs {_NUM_BINS} weights and means, none of them negative")
+        if not _is_histogram(group):
+            raise ConfigError(f"{path}: the group {key!r} needs {_NUM_BINS} weights and means, none of them negative, the means rising")
         predictor.groups[key] = Lengths(group.weights, group.means, group.finished)
     return predictor
+
+
+def _is_histogram(group: _Group) -> bool:
+    if not (len(group.weights) == len(group.means) == _NUM_BINS) or min(*group.weights, *group.means, group.finished) < 0:
+        return False
+    means = [mean for mean, weight in zip(group.means, group.weights, strict=True) if weight > 0]
+    return bool(means) == bool(group.finished) and means == sorted(means)

@@ -142,18 +142,22 @@ class RequestRecord:
 
 
 class RecordBook:
-    """The last `capacity` requests, by the id that the client saw. A request with n > 1 has several sequences."""
+    """The last `capacity` sequences, by the request id that the client saw. A request with n > 1 has several."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
         self._sequences: OrderedDict[str, list[RequestRecord]] = OrderedDict()
+        self._number = 0
 
     def add(self, record: RequestRecord) -> None:
-        records = self._sequences.setdefault(record.request_id, [])
-        records.append(record)
-        del records[: -self._capacity]  # a client may name all its requests alike
-        while len(self._sequences) > self._capacity:
-            self._sequences.popitem(last=False)
+        self._sequences.setdefault(record.request_id, []).append(record)
+        self._number += 1
+        while self._number > self._capacity:
+            oldest = next(iter(self._sequences.values()))
+            del oldest[0]
+            self._number -= 1
+            if not oldest:
+                self._sequences.popitem(last=False)
 
     def recent(self, most: int) -> list[RequestRecord]:
         """The last sequences, the newest first."""

@@ -58,7 +58,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """The client left, or a stop string ended the request in the front-end."""
+    """The client left."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopString:
+    """The front-end found one in the text, and ended the answer there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,28 @@ class InstanceDied:
     may_write: bool = False
 
 
-Event = Tokens | Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended | ClientGone | InstanceDied
+@dataclass(frozen=True, slots=True)
+class InstanceStopping:
+    """It does what it was told to do, and hears nothing new: a beta there is not told of the end of its alpha."""
+
+    instance_id: str
+
+
+Event = (
+    Tokens
+    | Granted
+    | Refused
+    | Revoked
+    | Lifted
+    | Parked
+    | Resumed
+    | Moved
+    | Ended
+    | ClientGone
+    | StopString
+    | InstanceDied
+    | InstanceStopping
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +254,13 @@ class RequestFlow:
                 return self._on_ended(side, event, now_ms)
             case ClientGone():
                 return self._finish(None, now_ms)
+            case StopString():
+                return self._finish("stop", now_ms)
             case InstanceDied():
                 return self._on_died(event, now_ms)
+            case InstanceStopping(instance_id=name):
+                beta = self.placement.beta
+                return self._lift(f"instance {name} is stopping", now_ms) if beta is not None and beta.instance_id == name else []
 
     def _on_tokens(self, side: Side, tokens: Tokens, now_ms: float) -> list[Instruction]:
         if tokens.finish_reason in ENGINE_GAVE_UP:
@@ -298,6 +329,18 @@ class RequestFlow:
         if self.state is not State.ALPHA or self.parked_at is not None or beta is None:
             return False
         return instance_id in (self.placement.alpha.instance_id, beta.instance_id)
+
+    def needs(self, side: Side) -> bool:
+        """Whether this half still has a part in what becomes of the request."""
+        match self.state:
+            case State.ALPHA | State.HANDING_OVER:
+                return True
+            case State.WHOLE:
+                return side is Side.ALPHA
+            case State.BETA:
+                return side is Side.BETA
+            case _:
+                return False
 
     def revise(self, revision: Revision, now_ms: float) -> list[Instruction]:
         """The scheduler's second thoughts about the hand-off."""
@@ -377,16 +420,12 @@ class RequestFlow:
 
     def _on_aborted(self, side: Side, now_ms: float) -> list[Instruction]:
         """Nobody here has asked for it: an engine that is told to stop aborts what it runs (vLLM's `EngineCore._handle_shutdown`)."""
+        if not self.needs(side):
+            return []
         reason = f"instance {self._micro(side).instance} has aborted it"
-        match self.state:
-            case State.ALPHA | State.HANDING_OVER if side is Side.BETA:
-                return self._lift(reason, now_ms)
-            case State.WHOLE | State.ALPHA | State.HANDING_OVER if side is Side.ALPHA:
-                return self._orphan(reason, now_ms)
-            case State.BETA if side is Side.BETA:
-                return self._orphan(reason, now_ms)
-            case _:
-                return []
+        if side is Side.BETA and self.state is not State.BETA:
+            return self._lift(reason, now_ms)
+        return self._orphan(reason, now_ms)
 
     def _continue_without_alpha(self, reason: str, now_ms: float) -> list[Instruction]:
         """The beta begins where the tokens that the client has end, from the KV that has arrived."""

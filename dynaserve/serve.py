@@ -13,7 +13,7 @@ from typing import Any
 
 from dynaserve import config_file, fleet, fleet_secret, instance_file, latency_profile, length_predictor
 from dynaserve.errors import ConfigError
-from dynaserve.files import read_entries
+from dynaserve.files import check_replaceable, read_entries
 from dynaserve.fleet import Instance
 from dynaserve.fleet_profile import FleetProfile
 from dynaserve.fleet_secret import FleetSecret
@@ -126,6 +126,8 @@ def configure(argv: list[str]) -> FrontendConfig:
         raise ConfigError(f"--max-waiting is {args.max_waiting}, not a number of requests above 0")
     if args.max_body_bytes < 1:
         raise ConfigError(f"--max-body-bytes is {args.max_body_bytes}, not a number of bytes above 0")
+    if args.length_history is not None:
+        check_replaceable(args.length_history)
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
     secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None

@@ -17,6 +17,9 @@ from dynaserve.errors import ConfigError, NoInstance
 from dynaserve.fleet_view import InstanceView, RequestView, SloView, Snapshot
 from dynaserve.frontend_at import add_key_arguments, frontend_at
 
+EXAMPLE = """\
+example:
+  dynaserve top --url http://127.0.0.1:8000 --interval 2"""
 SNAPSHOT = "/dynaserve/snapshot"
 MOST_REQUESTS = 20
 NARROWEST = 120
@@ -43,7 +46,12 @@ def main(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dynaserve top", description="Show instances and recent requests of a fleet in the terminal.")
+    parser = argparse.ArgumentParser(
+        prog="dynaserve top",
+        description="Show instances and recent requests of a fleet in the terminal.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the front-end (default: %(default)s)")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print one frame and end")

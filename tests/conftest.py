@@ -8,6 +8,10 @@ import shutil
 from functools import cache
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any speed", deadline=None)  # of an example: a machine may pause in one
+settings.load_profile("any speed")
 
 CHROMIUM = ("chromium", "chromedriver")
 APT_LINE = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"

@@ -141,6 +141,26 @@ def test_an_impossible_slo_that_reached_the_engine_is_told_and_ignored(
     assert len(engine.token_times_s["r"]) == 3
 
 
+def test_an_slo_that_no_step_can_keep_does_not_hold_up_the_prompts_of_others(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    engine.learn()
+    with caplog.at_level("WARNING", "vllm.dynaserve.batching"):
+        engine.add("impatient", 20, 100, dynaserve_tbt_ms=0.001)
+        engine.add("tight", 20, 100, dynaserve_tbt_ms=30.0)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split(":")[0] for message in told] == ["impatient"]
+    assert "no token can follow another within dynaserve_tbt_ms = 0.001 ms here" in caplog.text
+    engine.step()
+    came_s = engine.now_s
+    engine.add("prompt", 1000, 1)
+    while "prompt" not in engine.token_times_s:
+        engine.step()
+    assert engine.now_s - came_s < 2.0
+    engine.run()
+
+
 def test_a_prompt_waits_while_its_decode_would_break_the_slo(make: Callable[..., Engine]) -> None:
     engine = make(tbt_slo_ms=20.0)
     engine.learn()

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from tests.virtual_engine import Engine
 from vllm_plugin.heart import REST_S
@@ -51,6 +53,23 @@ def test_a_beta_runs_as_soon_as_its_kv_is_here_although_no_prefill_is_allowed(tm
     engine.arrived.add("beta")
     engine.step()
     assert engine.step()["beta"] == 1
+
+
+@pytest.mark.parametrize(("hand_off", "begins"), [(None, False), (PROMPT + 1, False), (PROMPT, True), (PROMPT - 20, True)])
+def test_an_alpha_that_never_decodes_does_not_wait_for_room_for_a_decode(tmp_path: Path, hand_off: int | None, begins: bool) -> None:
+    engine = instance(tmp_path, tbt_slo_ms=20.0)
+    for number in range(40):
+        engine.add(f"decode-{number}", 30, 300)
+    for _ in range(60):
+        engine.step()
+    assert engine.scheduler.waiting, "no room for another decode"
+    while engine.scheduler.waiting:
+        engine.scheduler.finish_requests(engine.scheduler.waiting[-1].request_id, RequestStatus.FINISHED_ABORTED)
+    plan = Plan("whole" if hand_off is None else "alpha", hand_off, None if hand_off is None else "t", "torch")
+    engine.add("r", PROMPT, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    for _ in range(20):
+        engine.step()
+    assert (engine.scheduler.requests["r"].num_computed_tokens > 0) == begins
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

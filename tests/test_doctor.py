@@ -137,3 +137,9 @@ def test_advice_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit):
         main([])
     assert "dynaserve[vllm]" in "".join(capsys.readouterr().out.split())
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "example:\n  dynaserve doctor --instances" in capsys.readouterr().out

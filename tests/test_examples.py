@@ -33,6 +33,14 @@ def test_the_toml_file_is_one_that_the_front_end_takes() -> None:
     assert str(args.instances_file) == "/etc/dynaserve/instances"
 
 
+def test_the_help_of_the_front_end_has_an_example() -> None:
+    parser = make_parser()
+    example = parser.format_help().partition("example:\n  dynaserve serve ")[2].partition("\n")[0]
+    args = parser.parse_args(example.split())
+    assert args.model_tag == "MODEL"
+    assert len(args.instances) == 2
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
 def test_commands_name_options_that_exist(path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]

@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, check
+from dynaserve.fleet import Instance, check, check_distinct
 from dynaserve.fleet import describe as ask
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, WorkerDescription
+from tests.completion_server import running_server
 from tests.test_request_placer import DESCRIPTION
 
 
@@ -43,6 +44,24 @@ def test_one_that_does_not_fit_is_refused_with_both_values(other: InstanceDescri
 def test_an_address_that_is_none_is_refused_in_a_sentence(url: str) -> None:
     with pytest.raises(ConfigError, match="does not answer"):
         ask(url)
+
+
+def test_an_instance_is_asked_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with running_server() as server:
+        with pytest.raises(ConfigError, match="is not a DynaServe instance"):
+            ask(server.url)
+        assert ask(server.url, allow_stock=True).model == "/models/toy"
+
+
+def test_one_process_at_two_addresses_is_one_instance() -> None:
+    twice, stock = Instance("http://localhost", FIRST.description), describe(instance_epoch="")
+    check_distinct(FIRST, [FIRST, Instance("http://b", describe(instance_epoch="another")), Instance("http://c", stock)])
+    with pytest.raises(ConfigError, match=r"^http://localhost and http://a are the same instance$"):
+        check_distinct(twice, [FIRST, twice])
 
 
 def test_another_number_of_workers_does_not_fit() -> None:

@@ -11,12 +11,14 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq.asyncio
 
 pytest.importorskip("vllm")
 
 from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -24,15 +26,31 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve import frontend_metrics
 from dynaserve.admission import Admission
-from dynaserve.errors import ConfigError, Overloaded
+from dynaserve.errors import ConfigError, NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.length_predictor import LengthPredictor
-from dynaserve.messages import Abort, Ended, InstanceDescription, Load, MeasuredStep, Run, SenderLost, Step, WorkerDescription
+from dynaserve.messages import (
+    Abort,
+    AddLora,
+    Announce,
+    Bye,
+    Ended,
+    InstanceDescription,
+    Load,
+    MeasuredStep,
+    Move,
+    Run,
+    SenderLost,
+    Step,
+    ToInstance,
+    WorkerDescription,
+)
 from dynaserve.request_placer import RequestPlacer
 from tests.test_fleet_links import Gateway, description, until
 from vllm_plugin import failover, requests
+from vllm_plugin.adapters import LONGEST_NAME
 from vllm_plugin.fleet_client import FleetClient
 from vllm_plugin.frontend import FleetLLM
 
@@ -78,24 +96,31 @@ class Fleet:
 
     async def output(self) -> EngineCoreOutput:
         async with asyncio.timeout(30):
-            (output,) = (await self.client.get_output_async()).outputs
+            while not (outputs := (await self.client.get_output_async()).outputs):
+                pass  # of vLLM's gauges
+        (output,) = outputs
         return output
 
 
-def run(scenario: Callable[[Fleet], Awaitable[None]], most_waiting: float = math.inf) -> None:
+def run(
+    scenario: Callable[[Fleet], Awaitable[None]],
+    most_waiting: float = math.inf,
+    timeout_s: float = math.inf,
+    placer: RequestPlacer | None = None,
+) -> None:
     async def with_fleet() -> None:
         context = zmq.asyncio.Context()
-        gateways = {name: Gateway() for name in NAMES}
+        gateways = {name: Gateway(f"epoch of {name}") for name in NAMES}
         for gateway in gateways.values():
             gateway.start(context)
-        placer = RequestPlacer(GlobalScheduler(Options(Policy.colocated)), LengthPredictor())
+        placing = placer or RequestPlacer(GlobalScheduler(Options(Policy.colocated)), LengthPredictor())
         instances = [Instance(name, described(name, gateway)) for name, gateway in gateways.items()]
-        client = FleetClient(instances, placer, "torch", admission=Admission(most_waiting))
+        client = FleetClient(instances, placing, "torch", timeout_s, Admission(most_waiting))
         try:
             await client.connect()
             client.watch()
             await scenario(Fleet(client, gateways))
-            placer.scheduler.check_invariants()
+            placing.scheduler.check_invariants()
         finally:
             client.shutdown()
             for gateway in gateways.values():
@@ -117,7 +142,7 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_that_the_client_has() -> No
         await until(lambda: bool(fleet.runs(second, "r")))
         (goes_on,) = fleet.runs(second, "r")
         assert goes_on.output_token_ids == [7, 8]
-        assert SenderLost([f"worker of {first}"]) in fleet.gateways[second].heard
+        await until(lambda: SenderLost([f"worker of {first}"]) in fleet.gateways[second].heard)
         await fleet.sample(second, began.request_id, [99])  # late, of the first attempt
         await fleet.sample(second, goes_on.request_id, [9], FinishReason.LENGTH)
         output = await fleet.output()
@@ -228,6 +253,30 @@ def test_those_who_look_see_a_request_from_its_start_to_its_end() -> None:
     run(scenario)
 
 
+def test_vllm_is_told_how_busy_the_fleet_is() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        told: list[tuple[int, int, float]] = []
+
+        async def listen() -> None:
+            while True:
+                if (stats := (await fleet.client.get_output_async()).scheduler_stats) is not None:
+                    told.append((stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage))
+
+        listening = asyncio.create_task(listen())
+        name = await fleet.start("r")
+        await until(lambda: told[-1:] == [(0, 1, 0.0)])
+        wire_id = fleet.runs(name, "r")[0].request_id
+        await fleet.sample(name, wire_id, [7])
+        await fleet.gateways[name].say(Step([], Load(1, 0, 0.5), time.monotonic()))
+        await until(lambda: told[-1:] == [(1, 0, 0.5)])
+        await fleet.sample(name, wire_id, [8], FinishReason.LENGTH)
+        await fleet.gateways[name].say(Step([Ended(wire_id, 11, 0)], None, time.monotonic()))
+        await until(lambda: told[-1:] == [(0, 0, 0.5)])
+        listening.cancel()
+
+    run(scenario)
+
+
 def test_a_request_that_has_lost_too_many_instances_is_not_given_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(fleet: Fleet) -> None:
         monkeypatch.setattr(failover, "MOST_LOST", 1)
@@ -273,6 +322,99 @@ def test_an_instance_that_is_added_twice_at_the_same_time_joins_once(monkeypatch
     run(scenario)
 
 
+def test_what_an_instance_aborts_unasked_goes_elsewhere_though_its_beats_are_late() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        assert await fleet.start("s") == second, "now the first is the emptier one without r"
+        (began,) = fleet.runs(first, "r")
+        fleet.gateways[first].draining = True
+        await fleet.sample(first, began.request_id, [], FinishReason.ABORT)
+        await until(lambda: bool(fleet.runs(second, "r")))
+        assert len(fleet.runs(first, "r")) == 1
+        assert fleet.client.health(first) == "draining"
+        assert [await fleet.start(f"later {number}") for number in range(4)] == [second] * 4
+        fleet.gateways[first].draining = False
+        await until(lambda: fleet.client.health(first) == "up")
+
+    run(scenario)
+
+
+def test_an_alpha_whose_beta_s_instance_is_told_to_stop_goes_on_alone() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r", extra_args={"dynaserve_split": 15})
+        (second,) = set(NAMES) - {first}
+        await until(lambda: any(isinstance(message, Announce) for message in fleet.gateways[second].heard))
+        fleet.gateways[second].draining = True
+        (began,) = fleet.runs(first, "r")
+        await until(lambda: Move(began.request_id, None) in fleet.gateways[first].heard)
+        await until(lambda: any(isinstance(message, Abort) for message in fleet.gateways[second].heard))
+
+    run(scenario)
+
+
+def test_a_message_that_the_front_end_fails_at_ends_its_instance_s_link_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        failed = frontend_metrics.FAILED.labels(first)._value.get()
+        placer = fleet.client._placer
+        monkeypatch.setattr(placer, "learn_steps", lambda *_: {}["a defect"])
+        await fleet.gateways[first].say(Step([], Load(1, 0, 0.5), time.monotonic()))
+        await until(lambda: bool(fleet.runs(second, "r")))
+        assert frontend_metrics.FAILED.labels(first)._value.get() == failed + 1
+        assert not fleet.client.resources.engine_dead
+
+    run(scenario)
+
+
+def test_a_front_end_that_is_told_to_stop_lets_its_requests_finish_and_takes_no_others() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        name = await fleet.start("r")
+        wire_id = fleet.runs(name, "r")[0].request_id
+        stopping = asyncio.create_task(asyncio.to_thread(fleet.client.shutdown, timeout=60.0))
+        await until(lambda: fleet.client.why_unavailable(time.monotonic()) is not None)
+        with pytest.raises(NoInstance, match="shutting down"):
+            fleet.client.admit(10, {}, 20)
+        assert not any(isinstance(message, Bye) for message in fleet.gateways[name].heard)
+        await fleet.sample(name, wire_id, [7], FinishReason.LENGTH)
+        assert (await fleet.output()).finish_reason == FinishReason.LENGTH
+        await fleet.gateways[name].say(Step([Ended(wire_id, 11, 0)], None, time.monotonic()))
+        await stopping
+        await until(lambda: any(isinstance(message, Bye) for message in fleet.gateways[name].heard))
+
+    run(scenario)
+
+
+def test_a_front_end_that_may_not_wait_ends_its_requests_and_says_goodbye() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        told: list[tuple[str, int]] = []
+        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
+        name = await fleet.start("r")
+        await asyncio.to_thread(fleet.client.shutdown, timeout=0)
+        assert told == [("r", 503)]
+        await until(lambda: any(isinstance(message, Bye) for message in fleet.gateways[name].heard))
+        with pytest.raises(GracefulHTTPError, match="shutting down"):
+            await fleet.start("too late")
+
+    run(scenario)
+
+
+def test_a_request_that_nobody_takes_counts_as_waiting_and_ends_at_its_deadline() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for gateway in fleet.gateways.values():
+            gateway.draining = True
+        await until(lambda: all(fleet.client.health(name) == "draining" for name in NAMES))
+        starting = asyncio.create_task(fleet.start("r"))
+        await until(lambda: fleet.client.snapshot().waiting_requests == 1)
+        with pytest.raises(GracefulHTTPError, match=r"^not finished after 0.5 s$") as refusal:
+            await starting
+        assert refusal.value.http_status == HTTPStatus.GATEWAY_TIMEOUT
+        assert fleet.client.snapshot().waiting_requests == 0
+
+    run(scenario, timeout_s=0.5)
+
+
 def test_an_instance_that_was_to_leave_and_stays_takes_requests_again() -> None:
     async def scenario(fleet: Fleet) -> None:
         first = await fleet.start("r")
@@ -284,6 +426,30 @@ def test_an_instance_that_was_to_leave_and_stays_takes_requests_again() -> None:
         assert first in {await fleet.start(name) for name in ("t", "u", "v")}
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("what", "adapter"),
+    [("name", LoRARequest("n" * (LONGEST_NAME + 1), 1, "/p")), ("path", LoRARequest("n", 1, "/" * (LONGEST_NAME + 1)))],
+    ids=["name", "path"],
+)
+def test_an_adapter_that_no_instance_would_hear_of_is_refused_at_once(what: str, adapter: LoRARequest) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        async with asyncio.timeout(30):
+            with pytest.raises(ValueError, match=f"^the {what} of a LoRA adapter has 4097 characters, at most 4096 are taken$"):
+                await fleet.client.add_lora_async(adapter)
+            await fleet.start("r")
+        assert not any(isinstance(message, AddLora) for gateway in fleet.gateways.values() for message in gateway.heard)
+
+    run(scenario)
+
+
+def test_the_longest_name_and_path_of_an_adapter_are_heard() -> None:
+    longest = AddLora("n" * LONGEST_NAME, 1, "ä" * LONGEST_NAME)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(longest), type=ToInstance) == longest
+    longer = AddLora("n", 1, "p" * (LONGEST_NAME + 1))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(longer), type=ToInstance)
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing_in_vllms_output_processor() -> None:

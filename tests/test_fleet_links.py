@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from dynaserve import fleet_links
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
@@ -53,7 +56,8 @@ def description(gateway: str, epoch: str) -> InstanceDescription:
         tensor_parallel_size=1,
         device="cpu",
         parallelism="tp1",
-        batching="vllm",
+        tbt_slo_ms=None,
+        min_prefill_tokens=16,
         cut_obstacle=None,
         workers=[],
     )
@@ -66,6 +70,7 @@ class Gateway:
     epoch: str = "first"
     api: bool = True
     core: bool = True
+    draining: bool = False
     pulses: int = 0
     heard: list[ToInstance] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
@@ -98,7 +103,7 @@ class Gateway:
         while True:
             self.pulses += self.core
             if self.api and self.identities:
-                await self.say(Beat(Pulse(self.pulses)))
+                await self.say(Beat(Pulse(self.pulses), self.draining))
             await asyncio.sleep(0.05)
 
     async def say(self, message: FromInstance, frames: Sequence[Any] = ()) -> None:
@@ -132,7 +137,7 @@ class Frontend:
         gateway = self.gateways.get(url, self.gateway)
         return description(gateway.address, gateway.epoch)
 
-    async def connect(self) -> None:
+    async def connect(self, timeout_s: float = 30.0) -> None:
         self.links = FleetLinks(
             "frontend",
             self.on_message,
@@ -142,7 +147,7 @@ class Frontend:
             self.description_of,
             FleetLiveness(Limits(hung_s=1.4)),
         )
-        await self.links.connect([Instance(URL, self.description_of(URL))], timeout_s=2.0)
+        await self.links.connect([Instance(URL, self.description_of(URL))], timeout_s)
         self.links.watch()
 
     @property
@@ -174,6 +179,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances may take their time to join."""
+    monkeypatch.setattr(fleet_links, "ANSWER_TIMEOUT_S", 30.0)
+
+
 def test_messages_of_a_living_instance_are_heard() -> None:
     async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
         await frontend.connect()
@@ -184,11 +195,119 @@ def test_messages_of_a_living_instance_are_heard() -> None:
     run(scenario)
 
 
+def test_an_instance_that_has_joined_at_another_address_does_not_join_again() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        other = Instance("http://127.0.0.1", frontend.description_of(URL))
+        with pytest.raises(ConfigError, match=f"^http://127.0.0.1 and {URL} are the same instance$"):
+            await frontend.links.add(other)
+        assert frontend.links.alive == [URL]
+        assert len(frontend.gateway.identities) == 1
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("patient")
+def test_of_two_urls_of_one_instance_that_are_added_at_once_the_first_joins() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        gateway = frontend.gateways["http://one"] = frontend.gateways["http://two"] = Gateway("new")
+        gateway.start(context)
+        adding = [frontend.links.add(Instance(url, frontend.description_of(url))) for url in ("http://one", "http://two")]
+        first, second = await asyncio.gather(*adding, return_exceptions=True)
+        assert first is None
+        assert isinstance(second, ConfigError)
+        assert str(second) == "http://two and http://one are the same instance"
+        assert frontend.links.alive == [URL, "http://one"]
+        assert len(gateway.identities) == 1
+        gateway.cut()
+
+    run(scenario)
+
+
+def test_an_instance_that_comes_back_while_it_joins_at_another_url_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_links, "ANSWER_TIMEOUT_S", 30.0)
+
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        asked = 0
+        is_back = False
+
+        def describe(url: str, _: float) -> InstanceDescription:
+            nonlocal asked
+            if not is_back:
+                raise ConfigError("it is not back")
+            asked += 1
+            return frontend.description_of(url)
+
+        frontend.links.describe = describe
+        frontend.gateway.cut()
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        frontend.gateway = Gateway("second", core=False)  # so that joining takes a while
+        frontend.gateway.start(context)
+        adding = asyncio.create_task(frontend.links.add(Instance("http://other", frontend.description_of(URL))))
+        await until(lambda: bool(frontend.gateway.identities))
+        is_back = True
+        await until(lambda: asked == 2)
+        frontend.gateway.core = True
+        await adding
+        assert frontend.links.alive == ["http://other"]
+        assert len(frontend.gateway.identities) == 1
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_address_that_is_free_again_may_be_taken_at_once() -> None:
+    """One that was removed while it was just coming back."""
+
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        other = frontend.gateways["http://other"] = Gateway("other")
+        other.start(context)
+        await frontend.links.add(Instance("http://other", frontend.description_of("http://other")))
+        other.cut()
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        silent = frontend.gateways["http://other"] = Gateway("silent", api=False)
+        silent.start(context)
+        await until(lambda: "http://other" in frontend.links._joining)
+        await frontend.links.remove("http://other")
+        new = frontend.gateways["http://other"] = Gateway("new")
+        new.start(context)
+        await frontend.links.add(Instance("http://other", frontend.description_of("http://other")))
+        assert frontend.links.alive == [URL, "http://other"]
+        assert frontend.links._joining == {}
+        for gateway in (silent, new):
+            gateway.cut()
+
+    run(scenario)
+
+
+def test_an_instance_comes_back_although_files_were_lacking_for_a_while() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        lacking = [OSError(errno.EMFILE, "Too many open files"), zmq.ZMQError(errno.EMFILE)]
+
+        def describe(url: str, _: float) -> InstanceDescription:
+            if lacking:
+                raise lacking.pop()
+            return frontend.description_of(url)
+
+        frontend.links.describe = describe
+        frontend.gateway.api = False
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        frontend.gateway.api = True
+        await until(lambda: (Health.UP, 2) in frontend.healths)
+        assert not lacking
+
+    run(scenario)
+
+
 def test_an_instance_without_a_running_engine_core_is_not_joined() -> None:
     async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
         frontend.gateway.core = False
         with pytest.raises(ConfigError, match="does not answer"):
-            await frontend.connect()
+            await frontend.connect(timeout_s=2.0)
 
     run(scenario)
 
@@ -227,6 +346,30 @@ def test_a_cut_connection_is_noticed_at_once_and_never_mended() -> None:
     run(scenario)
 
 
+def test_urls_that_do_not_answer_delay_no_other() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        answer = threading.Event()
+
+        def describe(url: str, _: float) -> InstanceDescription:
+            if url != URL:
+                answer.wait()
+            return frontend.description_of(URL)
+
+        frontend.links.describe = describe
+        silent = [asyncio.create_task(frontend.links.ask(f"http://silent-{number}", 1.0)) for number in range(100)]
+        try:
+            async with asyncio.timeout(30):
+                assert (await frontend.links.ask(URL, 1.0)).instance_id == URL
+                await asyncio.to_thread(lambda: None)  # others who need a thread have one
+            assert not any(task.done() for task in silent)
+        finally:
+            answer.set()
+            await asyncio.gather(*silent)
+
+    run(scenario)
+
+
 def test_what_is_sent_after_the_end_of_a_connection_is_lost_at_once() -> None:
     async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
         link = InstanceLink(context, frontend.gateway.address, "frontend", 1)
@@ -245,7 +388,7 @@ def test_an_instance_with_an_address_that_is_none_stays_out() -> None:
         await frontend.connect()
         for gateway in ("tcp://127.0.0.1", "tcp://127.0.0.1:x"):
             with pytest.raises(ConfigError, match="is none"):
-                await frontend.links.add(Instance("http://other", description(gateway, "first")))
+                await frontend.links.add(Instance("http://other", description(gateway, "another")))
         assert frontend.links.alive == [URL]
 
     run(scenario)
@@ -254,7 +397,7 @@ def test_an_instance_with_an_address_that_is_none_stays_out() -> None:
 def test_an_instance_that_takes_shorter_texts_stays_out() -> None:
     async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
         await frontend.connect()
-        shorter = msgspec.structs.replace(description(frontend.gateway.address, "first"), max_model_len=99)
+        shorter = msgspec.structs.replace(description(frontend.gateway.address, "another"), max_model_len=99)
         with pytest.raises(ConfigError, match="max_model_len of http://other is 99, this front-end serves 100"):
             await frontend.links.add(Instance("http://other", shorter))
 
@@ -296,6 +439,7 @@ def test_an_instance_that_is_another_one_now_stays_out(change: dict[str, Any]) -
     run(scenario)
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_instance_joins_and_leaves_a_running_fleet() -> None:
     async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
         await frontend.connect()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,8 +23,10 @@ from dynaserve.fleet import Instance
 from dynaserve.fleet_secret import FleetSecret, derive, is_loopback, may_reach, read, secure_client, secure_server
 from dynaserve.instance_link import InstanceLink
 from dynaserve.kv_transfer.agent import Agent
+from dynaserve.kv_transfer.control_plane import ControlPlane
+from dynaserve.kv_transfer.ended import nobody_listens
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.kv_transfer.wire import Closed, Message, Revoke
+from dynaserve.kv_transfer.wire import Closed, Envelope, Revoke
 from dynaserve.serve import configure
 from tests.test_fleet_links import Gateway, description
 from vllm_plugin.options import PluginOptions, add_arguments
@@ -204,6 +208,77 @@ def test_a_stranger_is_not_heard_while_a_right_peer_goes_on(
         assert not wrong.poll(0)
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the log is told of strangers, each time."""
+    monkeypatch.setattr(fleet_secret, "_refusals", fleet_secret._Refusals())
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    fleet_secret.logger.addHandler(handler)
+    yield lines
+    fleet_secret.logger.removeHandler(handler)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("secret", "keys"),
+    [(THEIRS, {}), (None, {}), (OURS, stranger_keys())],
+    ids=["another secret", "no secret", "the server's key only"],
+)
+def test_a_stranger_is_told_to_the_log_with_its_address(
+    router: tuple[zmq.Socket[bytes], str],
+    told: list[str],
+    secret: FleetSecret | None,
+    keys: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_secret, "TELL_EVERY_S", 0.0)
+    _, address = router
+    sentence = r"refused 1 connections of peers without the fleet secret, or with another; the last one came from (.*)"
+
+    def is_told() -> bool:
+        """ZeroMQ says nothing of one that leaves as it is refused, and knows no address of one that has left: another one is sent then."""
+        with dealer(address, secret, **keys):
+            until_s = time.monotonic() + 2
+            while not told and time.monotonic() < until_s:
+                time.sleep(0.005)
+        match = re.fullmatch(sentence, told.pop()) if told else None
+        return match is not None and re.fullmatch(r"127\.0\.0\.1:\d+", match[1]) is not None
+
+    wait_for(is_told)
+
+
+def test_strangers_are_told_seldom_and_counted(
+    router: tuple[zmq.Socket[bytes], str], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, address = router
+    with dealer(address, THEIRS):  # it tries ten times a second
+        wait_for(lambda: fleet_secret._refusals._untold >= 3)
+        assert len(told) == 1
+        monkeypatch.setattr(fleet_secret, "TELL_EVERY_S", 0.0)
+        wait_for(lambda: len(told) > 1)
+    assert re.match(r"refused ([4-9]|\d\d) connections", told[1])
+
+
+def test_right_peers_and_who_only_looks_are_not_told(router: tuple[zmq.Socket[bytes], str], told: list[str]) -> None:
+    socket, address = router
+    for _ in range(3):
+        with dealer(address, OURS) as right:
+            right.send(b"hello")
+            assert socket.poll(30_000)
+            socket.recv_multipart()
+        assert not nobody_listens(address)
+    time.sleep(0.2)
+    assert told == []
+
+
 def test_a_server_that_cannot_ask_about_its_peers_hears_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_secret, "_keep_the_door", lambda *_: None)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -285,26 +360,29 @@ def agent() -> Iterator[Agent]:
     agent.close()
 
 
-def ask(agent: Agent, secret: FleetSecret | None, reply_to: str) -> None:
+def ask(agent: Agent, secret: FleetSecret | None, reply_to: str, linger_ms: int = 30_000) -> None:
     """Sends what an agent answers with `Closed`."""
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        socket.linger = 200
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = linger_ms
         secure_client(socket, secret)
         socket.connect(agent.endpoint.control)
-        socket.send(msgspec.msgpack.encode(Revoke("t", WorkerEndpoint("peer", reply_to, {}))))
+        socket.send(
+            msgspec.msgpack.encode(
+                Envelope("peer", 0, 0, msgspec.Raw(msgspec.msgpack.encode(Revoke("t", WorkerEndpoint("peer", reply_to, {})))))
+            )
+        )
 
 
 def test_an_agent_hears_and_answers_peers_with_its_secret_only(agent: Agent) -> None:
-    with zmq.Context() as context, context.socket(zmq.PULL) as inbox:
-        inbox.linger = 0
-        secure_server(inbox, OURS)
-        address = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}"
-        for stranger in (THEIRS, None):
-            ask(agent, stranger, address)
-        assert not inbox.poll(300)
-        ask(agent, OURS, address)
-        assert inbox.poll(30_000)
-        assert msgspec.msgpack.decode(inbox.recv(), type=Message) == Closed("t")
+    context = zmq.Context()
+    peer = ControlPlane(context, "peer", "127.0.0.1", OURS)
+    for stranger in (THEIRS, None):
+        ask(agent, stranger, peer.address, linger_ms=200)
+    assert not peer.poller.poll(300)
+    ask(agent, OURS, peer.address)
+    assert peer.poller.poll(30_000)
+    assert list(peer.receive()) == [Closed("t")]
+    context.destroy(linger=0)
     assert agent.dropped_messages == 0
 
 

@@ -120,3 +120,11 @@ def test_a_client_that_names_all_its_requests_alike_does_not_fill_the_book() -> 
     for tokens in range(10):
         book.add(RequestRecord("always the same", tokens, None, "colocated"))
     assert [record.prompt_tokens for record in book.find("always the same")] == [7, 8, 9]
+
+
+def test_requests_of_many_sequences_do_not_fill_the_book_either() -> None:
+    book = RecordBook(capacity=5)
+    for request in "abc":
+        for tokens in range(3):
+            book.add(RequestRecord(request, tokens, None, "colocated"))
+    assert [[record.prompt_tokens for record in book.find(request)] for request in "abc"] == [[], [1, 2], [0, 1, 2]]

@@ -36,6 +36,7 @@ from dynaserve.messages import (
     FromInstance,
     Granted,
     Hello,
+    Holding,
     Lifted,
     Move,
     Reserved,
@@ -49,7 +50,7 @@ from dynaserve.messages import InstanceDescription as Description
 from tests.test_fleet_links import description, until
 from tests.test_wire_limits import almost
 from vllm_plugin import gateway as gateway_module
-from vllm_plugin.gateway import DROPPED, Gateway
+from vllm_plugin.gateway import DROPPED, PARKED, QUARANTINED, RESERVED, Gateway
 from vllm_plugin.heart import Heart, StepClock
 from vllm_plugin.micro_requests import EXTRA_ARG
 from vllm_plugin.options import PLUGIN, PluginOptions
@@ -89,7 +90,17 @@ class Engine:
         """Any is loaded."""
 
 
-GATEWAYS_OWN = ("protocol_version", "instance_epoch", "gateway", "model", "served_model_names", "vllm_version", "secured", "batching")
+GATEWAYS_OWN = (
+    "protocol_version",
+    "instance_epoch",
+    "gateway",
+    "model",
+    "served_model_names",
+    "vllm_version",
+    "secured",
+    "tbt_slo_ms",
+    "min_prefill_tokens",
+)
 
 
 @dataclass
@@ -164,6 +175,36 @@ def test_front_ends_with_the_secret_are_served_beside_strangers(secret_file: Pat
         link.close()
 
     run(scenario, secret_file)
+
+
+def test_what_an_instance_keeps_for_others_is_in_its_metrics() -> None:
+    async def scenario(instance: Instance) -> None:
+        instance.engine.heart._steps.holding = Holding(parked=1, reserved_blocks=2, quarantined_blocks=3)
+        await until(lambda: [gauge._value.get() for gauge in (PARKED, RESERVED, QUARANTINED)] == [1, 2, 3])
+
+    run(scenario)
+
+
+def test_an_instance_that_is_told_to_stop_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(instance: Instance) -> None:
+        link = await instance.link("frontend", None)
+
+        async def next_beat() -> Beat:
+            async with asyncio.timeout(30):
+                (frame, *_) = await link.receive()
+            message = msgspec.msgpack.decode(frame, type=FromInstance)
+            assert isinstance(message, Beat)
+            return message
+
+        monkeypatch.setattr(gateway_module, "BEAT_S", 1000.0)
+        with contextlib.suppress(TimeoutError):
+            while True:  # those that are under way
+                assert not (await asyncio.wait_for(next_beat(), 1.0)).draining
+        await asyncio.to_thread(instance.gateway.drain)
+        assert (await next_beat()).draining
+        link.close()
+
+    run(scenario)
 
 
 def test_nobody_is_told_the_secret(secret_file: Path) -> None:

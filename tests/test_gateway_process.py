@@ -73,6 +73,7 @@ def _look(gateway_address: str, healths: Connection) -> None:
         gateway.address = gateway_address
         frontend = Frontend(gateway)
         await frontend.connect()
+        frontend.links.liveness.limits = Limits()
         healths.send(None)
         while True:
             await asyncio.sleep(0.05)
@@ -95,7 +96,9 @@ def test_a_frontend_that_was_stopped_keeps_its_connections() -> None:
             ours.recv()
             assert process.pid is not None
             os.kill(process.pid, signal.SIGSTOP)
+            before = gateway.pulses
             await asyncio.sleep(BUSY_S)
+            meanwhile = gateway.pulses - before
             os.kill(process.pid, signal.SIGCONT)
             await asyncio.sleep(BUSY_S / 2)
             ours.send("tell")
@@ -107,8 +110,8 @@ def test_a_frontend_that_was_stopped_keeps_its_connections() -> None:
             gateway.cut()
             await asyncio.sleep(0)
             context.destroy(linger=0)
-        assert healths == [Health.UP.value]
-        assert messages > BUSY_S / 0.05, "what was said meanwhile was heard"
+        assert Health.DEAD.value not in healths
+        assert messages > meanwhile > 0, "what was said meanwhile was heard"
 
     asyncio.run(scenario())
 
@@ -143,6 +146,6 @@ def test_a_busy_frontend_keeps_its_connection() -> None:
         time.sleep(BUSY_S)  # noqa: ASYNC251 - this is what is tested
         heard = len(frontend.messages)
         await until(lambda: len(frontend.messages) > heard + 10)
-        assert frontend.healths == [(Health.UP, 1)]
+        assert Health.DEAD not in [health for health, _ in frontend.healths]
 
     run(scenario)

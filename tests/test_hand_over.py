@@ -165,6 +165,13 @@ def test_only_as_many_alphas_go_on_as_are_too_many_though_no_slot_is_free(tmp_pa
     instance.finish("a1", "a2", "a3")
 
 
+@pytest.fixture
+def still_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm whose thread, which knows nothing of the virtual clock, looks at it late."""
+    monkeypatch.setattr("vllm_plugin.wake._LONGEST_SLEEP_MS", 5_000)
+
+
+@pytest.mark.usefixtures("still_alarm")
 def test_an_engine_that_falls_asleep_after_parking_is_woken_when_time_is_up(instance: Instance) -> None:
     instance.scheduler._alarm = Alarm([], lambda: None)
     instance.add("a", "alpha", 100, 110)
@@ -200,6 +207,7 @@ def test_parked_alphas_take_no_slots(tmp_path: Path) -> None:
     assert all(len(instance.engine.token_times_s[f"a{i}"]) == 40 for i in range(4))
 
 
+@pytest.mark.usefixtures("still_alarm")
 def test_requests_that_wait_for_another_instance_leave_the_engine_asleep(instance: Instance) -> None:
     instance.scheduler._alarm = Alarm([], lambda: None)
     for i in range(5):

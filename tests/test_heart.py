@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from dynaserve.messages import Pulse
+from dynaserve.messages import Holding, Pulse
 from vllm_plugin.heart import REST_S, Heart, StepClock
 
 
@@ -23,7 +23,8 @@ def test_a_pulse_tells_the_oldest_step_in_progress() -> None:
     steps.end(first)
     assert steps.pulse(3, 11.0) == Pulse(3, 2, 0.5, None)
     steps.end(second)
-    assert steps.pulse(4, 11.0) == Pulse(4, 2)
+    steps.holding = Holding(parked=2, quarantined_blocks=7)
+    assert steps.pulse(4, 11.0) == Pulse(4, 2, holding=Holding(2, 0, 7))
 
 
 def test_the_end_of_a_step_ends_those_before_it() -> None:

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynaserve import instance_file
 from dynaserve.errors import ConfigError
 from dynaserve.instance_file import InstanceFile, read
+from tests.test_fleet_links import until
 
 
 @dataclass
 class Fleet:
-    """Refuses to add what is `down`, and to lose its last member."""
+    """Refuses to add what is `down`, waits for what is `silent`, and refuses to lose its last member. lacks: what this machine lacks."""
 
     members: set[str] = field(default_factory=lambda: {"http://a", "http://b"})
     down: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    lacks: Exception | None = None
+    asked: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     async def add(self, url: str) -> None:
+        self.asked.append(url)
+        while url in self.silent:  # noqa: ASYNC110 - of several tasks at once
+            await asyncio.sleep(0.001)
+        if self.lacks is not None:
+            raise self.lacks
         if url in self.down:
             raise ConfigError(f"instance {url} does not answer")
         self.members.add(url)
@@ -33,6 +46,7 @@ class Fleet:
         if self.members == {url}:
             raise ConfigError(f"instance {url} is the last one of the fleet")
         self.members.remove(url)
+        self.left.append(url)
 
 
 @pytest.fixture
@@ -42,7 +56,7 @@ def fleet() -> Fleet:
 
 @pytest.fixture
 def look(tmp_path: Path, fleet: Fleet) -> Callable[[str | None], set[str]]:
-    """Writes the file, or takes it away, lets the fleet look at it, and returns its members."""
+    """Writes the file, or takes it away, lets the fleet look at it, and returns its members when all is done."""
     path = tmp_path / "instances"
     file = InstanceFile(path, lambda: fleet.members, fleet.add, fleet.remove)
 
@@ -50,10 +64,15 @@ def look(tmp_path: Path, fleet: Fleet) -> Callable[[str | None], set[str]]:
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text)
-        asyncio.run(file.look())
+        asyncio.run(look_and_wait(file))
         return fleet.members
 
     return write_and_look
+
+
+async def look_and_wait(file: InstanceFile) -> None:
+    async with asyncio.TaskGroup() as changes:
+        await file.look(changes)
 
 
 Look = Callable[[str | None], set[str]]
@@ -85,6 +104,21 @@ def test_an_instance_that_does_not_answer_joins_when_it_does(look: Look, fleet: 
     assert look(names) == {"http://a", "http://b", "http://c"}
 
 
+@pytest.mark.parametrize(
+    "lacks", [OSError(errno.EMFILE, "Too many open files"), FileNotFoundError(errno.ENOENT, "No such file"), zmq.ZMQError(errno.EMFILE)]
+)
+def test_what_this_machine_lacks_for_a_while_is_told_and_tried_again(
+    look: Look, fleet: Fleet, lacks: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.lacks = lacks
+    names = "http://a\nhttp://b\nhttp://c\n"
+    assert look(names) == look(names) == {"http://a", "http://b"}
+    (told,) = caplog.records
+    assert (told.levelno, "instance http://c" in told.getMessage(), str(lacks) in told.getMessage()) == (logging.WARNING, True, True)
+    fleet.lacks = None
+    assert look(names) == {"http://a", "http://b", "http://c"}
+
+
 def test_the_last_instance_leaves_once_another_has_joined(look: Look, fleet: Fleet) -> None:
     fleet.down = {"http://c"}
     look("http://c\n")
@@ -103,8 +137,73 @@ def test_the_fleet_ends_as_the_last_file_says(files: list[set[str]]) -> None:
         file = InstanceFile(path, lambda: fleet.members, fleet.add, fleet.remove)
         for names in [*files, files[-1]]:  # one that was to leave as the last could not, before another came
             path.write_text("\n".join(names))
-            asyncio.run(file.look())
+            asyncio.run(look_and_wait(file))
         assert fleet.members == files[-1]
+
+
+@dataclass
+class Following:
+    """A fleet that follows its file, as in a front-end."""
+
+    fleet: Fleet
+    path: Path
+
+    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        async def with_follower() -> None:
+            file = InstanceFile(self.path, lambda: self.fleet.members, self.fleet.add, self.fleet.remove)
+            task = asyncio.create_task(file.follow())
+            await scenario()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+
+        asyncio.run(with_follower())
+
+    def write(self, *urls: str) -> None:
+        self.path.write_text("\n".join(urls))
+
+
+@pytest.fixture
+def following(tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Following:
+    monkeypatch.setattr(instance_file, "LOOK_S", 0.001)
+    return Following(fleet, tmp_path / "instances")
+
+
+def test_one_that_does_not_answer_delays_nobody(following: Following, fleet: Fleet) -> None:
+    fleet.silent = {"http://silent"}
+
+    async def scenario() -> None:
+        following.write("http://a", "http://silent", "http://c")
+        await until(lambda: fleet.members == {"http://a", "http://c"})
+        following.write("http://a", "http://silent", "http://d")
+        await until(lambda: fleet.members == {"http://a", "http://d"})
+        fleet.silent = set()
+        await until(lambda: fleet.members == {"http://a", "http://d", "http://silent"})
+        assert fleet.asked.count("http://silent") == 1, "not again while it is asked"
+
+    following.run(scenario)
+
+
+def test_one_that_is_taken_out_while_it_is_asked_leaves_once_it_has_joined(following: Following, fleet: Fleet) -> None:
+    fleet.silent = {"http://silent"}
+
+    async def scenario() -> None:
+        following.write("http://a", "http://silent")
+        await until(lambda: "http://silent" in fleet.asked)
+        for url in ("http://c", "http://d"):
+            following.write("http://a", url)
+            await until(lambda: fleet.members == {"http://a", url})  # noqa: B023 - called at once
+        fleet.silent = set()
+        await until(lambda: "http://silent" in fleet.left)
+        assert fleet.members == {"http://a", "http://d"}
+
+    following.run(scenario)
+
+
+def test_one_that_has_left_and_comes_otherwise_stays(look: Look, fleet: Fleet) -> None:
+    assert look("http://a\n") == {"http://a"}
+    fleet.members.add("http://b")
+    assert look("http://a\n") == {"http://a", "http://b"}
 
 
 def test_a_file_without_instances_is_refused_at_start(tmp_path: Path) -> None:

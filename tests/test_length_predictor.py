@@ -92,6 +92,25 @@ def test_nine_answers_in_ten_are_within_what_is_likely() -> None:
 
 
 @given(
+    lengths=st.lists(st.integers(1, 2000), min_size=LEAST_FINISHED, max_size=200),
+    emitted=st.integers(0, 2000),
+    quantile=st.floats(0.01, 0.99),
+)
+def test_what_goes_on_is_summed_up_as_counting_says(lengths: list[int], emitted: int, quantile: float) -> None:
+    learnt = next(iter(taught(lengths).groups.values()))
+    points = [(mean, weight) for mean, weight in zip(learnt.means, learnt.weights, strict=True) if weight > 0 and mean > emitted]
+    assert learnt.distribution.goes_beyond(emitted) == bool(points)
+    if not points:
+        return
+    total = sum(weight for _, weight in points)
+    assert learnt.distribution.mean_beyond(emitted) == pytest.approx(sum(mean * weight for mean, weight in points) / total)
+    found = learnt.distribution.quantile_beyond(emitted, quantile)
+    below, up_to = (sum(weight for mean, weight in points if test(mean)) for test in (found.__gt__, found.__ge__))
+    assert below / total <= quantile + 1e-9
+    assert up_to / total >= quantile - 1e-9
+
+
+@given(
     lengths=st.lists(st.integers(1, 100_000), max_size=40),
     max_tokens=st.integers(1, 10_000),
     hint=st.none() | st.integers(1, 20_000),
@@ -115,6 +134,10 @@ def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
         ("{}", "missing required field `format_version`"),
         ('{"format_version": 9, "groups": {}}', "format_version is 9"),
         ('{"format_version": 1, "groups": {"m|c": {"weights": [1], "means": [2], "finished": 1}}}', "the group 'm|c' needs"),
+        (
+            f'{{"format_version": 1, "groups": {{"m|c": {{"weights": {[0] * 88}, "means": {[0] * 88}, "finished": 20}}}}}}',
+            "the group 'm|c' needs",
+        ),
         ("x", "is not a history of output lengths"),
     ],
 )

@@ -74,6 +74,16 @@ class Browser:
         found: list[Any] = self.driver.find_elements("css selector", selector)
         return found
 
+    def each(self, selector: str, expression: str) -> list[Any]:
+        """A JavaScript expression of each `e`, all in one moment: the page draws itself anew all the time."""
+        found: list[Any] = self.driver.execute_script(
+            f"return Array.from(document.querySelectorAll(arguments[0])).map(e => {expression})", selector
+        )
+        return found
+
+    def texts(self, selector: str) -> list[str]:
+        return [" ".join(text.split()) for text in self.each(selector, "e.innerText")]
+
     def text(self, selector: str) -> str:
         return str(self.driver.execute_script("return document.querySelector(arguments[0]).textContent", selector))
 
@@ -120,15 +130,15 @@ def test_it_shows_instances_requests_and_slo(browser: Browser) -> None:
     with serving([""]) as served:
         browser.open(served)
         browser.until_shown()
-        rows = [" ".join(row.text.split()) for row in browser.all("#instances tbody tr")]
+        rows = browser.texts("#instances tbody tr")
         assert len(rows) == 2
         assert rows[0].startswith("http://a:8000 up 3 1 25.0 % of 1600 tokens 0 prompt tokens + 3 decodes, 12.3 ms"), rows
         assert rows[1].startswith("http://b:8000 suspect - - - -"), rows
         assert len(browser.all("#instances tbody tr:first-child svg rect")) == 2
-        assert browser.all("#instances .bar > span")[0].value_of_css_property("width") == "32px", "a quarter of 128"
-        assert [row.text for row in browser.all("#flows tbody tr")] == ["http://a:8000 http://b:8000 2 8.0 kB"]
+        assert browser.each("#instances .bar > span", "getComputedStyle(e).width")[0] == "32px", "a quarter of 128"
+        assert browser.texts("#flows tbody tr") == ["http://a:8000 http://b:8000 2 8.0 kB"]
         assert "92.7 %" in browser.text("#slo"), "76 of 82 gaps"
-        requests = [row.text for row in browser.all("#requests tbody tr")]
+        requests = browser.texts("#requests tbody tr")
         assert requests[1] == "cut finished 100 40 110 http://a:8000 http://b:8000 4.0 kB, 75.0 % early 250 ms 92.3 % 140 ms length"
         assert "2 running, 1 wait for their first token" in browser.text("#state")
 
@@ -137,7 +147,7 @@ def test_the_time_line_shows_the_cut(browser: Browser) -> None:
     """One row a request: what ran where, the cut between, KV as ticks, and what was lost."""
 
     def drawn(row: int) -> list[str]:
-        return [str(element.get_attribute("class")) for element in browser.all(f"#timeline g:nth-of-type({row}) > :is(rect, line)")]
+        return browser.each(f"#timeline g:nth-of-type({row}) > :is(rect, line)", "e.getAttribute('class')")
 
     with serving([""]) as served:
         browser.open(served)
@@ -146,10 +156,10 @@ def test_the_time_line_shows_the_cut(browser: Browser) -> None:
         assert drawn(1) == ["alpha"]
         assert drawn(2) == ["alpha", "gap", "beta", "chunk", "chunk", "cut"]
         assert drawn(3) == ["alpha", "gap", "beta", "alpha", "chunk", "chunk", "cut", "lost"]
-        alpha, gap, beta = (float(rect.get_attribute("width")) for rect in browser.all("#timeline g:nth-of-type(2) > rect"))
+        alpha, gap, beta = map(float, browser.each("#timeline g:nth-of-type(2) > rect", "e.getAttribute('width')"))
         assert alpha == pytest.approx(40 * gap, rel=0.01), "800 ms and 20 ms"
         assert beta == pytest.approx(54 * gap, rel=0.01), "1080 ms"
-        colours = {rect.value_of_css_property("fill") for rect in browser.all("#timeline g:nth-of-type(2) > rect")}
+        colours = set(browser.each("#timeline g:nth-of-type(2) > rect", "getComputedStyle(e).fill"))
         assert len(colours) == 3
 
 
@@ -168,7 +178,7 @@ def test_text_of_clients_stays_text(browser: Browser) -> None:
         browser.until_shown()
         assert browser.all("img") == []
         assert browser.driver.title == "DynaServe"
-        titles = [element.get_attribute("title") for element in browser.all("#requests td:first-child")]
+        titles = browser.each("#requests td:first-child", "e.title")
         assert titles[0] == HOSTILE
 
 

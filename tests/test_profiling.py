@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from dynaserve.step_latency import Roofline, prefill_pairs
 
 KEY = ProfileKey("m", "float32", "a machine", "tp1", "0.32.0")
 MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
-LIMITS = Limits(step_tokens=1024, requests=64, kv_tokens=50_000)
+LIMITS = Limits(step_tokens=1024, requests=64, kv_tokens=50_000, model_tokens=4096)
 
 
 class KnownMachine:
@@ -62,6 +63,21 @@ def test_steps_that_do_not_fit_are_left_out() -> None:
     assert len(points) == len(set(points))
 
 
+def test_what_the_model_s_length_does_not_hold_is_left_out() -> None:
+    short = LIMITS._replace(step_tokens=8192, kv_tokens=10**6, model_tokens=2048)
+    points = grid([0, 2047, 2048], [0, 4], [1500, 1900], short, spare_tokens=256)
+    assert Point(0, 0, 2047) in points, "its prompt and a token of its answer"
+    assert Point(1500, 4, 2047) in points
+    assert not any(point.prefill_tokens == 2048 for point in points)
+    assert not any(point.context_tokens == 1900 for point in points), "with what its decodes produce meanwhile"
+
+
+def test_decodes_that_run_while_others_are_filled_need_room_for_that() -> None:
+    slow = LIMITS._replace(step_tokens=100)
+    assert Point(3000, 1, 0) in grid([0], [1, 60], [3000], slow, spare_tokens=256)
+    assert grid([0], [60], [3000], slow._replace(kv_tokens=10**6), spare_tokens=256) == [], "they would produce 2,700 tokens meanwhile"
+
+
 def test_a_group_begins_with_the_most_decodes() -> None:
     points = grid([0, 64], [1, 8, 32], [100, 500], LIMITS, spare_tokens=10)
     contexts = [point.context_tokens for point in points]
@@ -76,6 +92,18 @@ def test_the_profile_predicts_the_machine_that_was_measured(tmp_path: Path) -> N
     for tokens, decodes, context in [(0, 5, 300), (200, 0, 0), (100, 20, 700), (700, 3, 100)]:
         shape = shape_of(MeasuredStep(tokens, prefill_pairs(tokens, 0), decodes, decodes * context, 1.0))
         assert table.step_ms(shape) == pytest.approx(MACHINE.step_ms(shape), rel=0.05)
+
+
+def test_a_sweep_tells_how_much_does_not_fit(tmp_path: Path) -> None:
+    told = StringIO()
+    machine = KnownMachine()
+    machine.limits = LIMITS._replace(model_tokens=700)
+    command.run(options(tmp_path, "--prefill", "0", "64", "--decodes", "1", "2"), machine, Console(file=told), "dynaserve profile m")
+    assert "4 of 8 kinds of steps do not fit into Limits(step_tokens=1024" in told.getvalue().replace("\n", "")
+    assert {point.context_tokens for point in machine.measured} == {128}
+    machine.limits = LIMITS._replace(model_tokens=64)
+    with pytest.raises(ConfigError, match=r"no step of prefill \(64,\), decodes \(0,\) and context \(128, 1024\) fits into Limits"):
+        command.run(options(tmp_path, "--prefill", "64", "--decodes", "0"), machine, Console(file=told), "dynaserve profile m")
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -111,6 +139,26 @@ def test_nothing_measured_is_no_profile() -> None:
 def test_bad_options_are_refused_in_one_sentence(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         command.parse(arguments)
+
+
+@pytest.mark.parametrize("option", ["--output", "--picture"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_engine_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    for path, why in ((tmp_path / "file" / "p", "Not a directory"), (tmp_path, "it is a folder")):
+        with pytest.raises(SystemExit) as ended:
+            command.main(["no-such-model", "--output", str(tmp_path / "p.json"), option, str(path)])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"dynaserve profile: {path}: cannot be written: {why}\n"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "example:\n  dynaserve profile MODEL" in capsys.readouterr().out
 
 
 def test_options_of_the_engine_are_passed_on(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from dynaserve.request_flow import (
     SendRun,
     Side,
     State,
+    StopString,
     Tokens,
     new_flow,
 )
@@ -48,7 +49,7 @@ def running(flow: RequestFlow) -> RequestFlow:
     return flow
 
 
-def tell(flow: RequestFlow, side: Side, *events: Event | Tokens | ClientGone) -> list[Instruction]:
+def tell(flow: RequestFlow, side: Side, *events: Event | Tokens | ClientGone | StopString) -> list[Instruction]:
     return [instruction for event in events for instruction in flow.handle(side, event, now_ms=1.0)]
 
 
@@ -117,6 +118,12 @@ def test_an_alpha_that_ends_early_cancels_beta() -> None:
 
 def test_a_client_that_leaves_ends_both_halves() -> None:
     assert tell(running(cut_flow()), ALPHA, ClientGone()) == [SendAbort("a"), SendAbort("b")]
+
+
+def test_a_stop_string_ends_both_halves_and_is_an_end_of_the_answer() -> None:
+    flow = running(cut_flow())
+    assert tell(flow, ALPHA, StopString()) == [SendAbort("a"), SendAbort("b")]
+    assert flow.record.finish_reason == "stop"
 
 
 def test_late_tokens_of_a_released_alpha_are_dropped() -> None:

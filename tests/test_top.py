@@ -123,3 +123,9 @@ def test_it_waits_for_a_front_end_that_is_away() -> None:
     with pytest.raises(KeyboardInterrupt):
         follow(Frontend().ask, looked_at.snapshot(), 0.01)
     assert not Frontend.answers
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "example:\n  dynaserve top --url" in capsys.readouterr().out

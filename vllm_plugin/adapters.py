@@ -12,6 +12,8 @@ from vllm.lora.request import LoRARequest
 from dynaserve.messages import AddLora, LoraAdded
 
 _LOAD_TIMEOUT_S = 120.0
+LONGEST_NAME = 4096
+"""Characters of an adapter's name, and of its path (`AddLora`): instances throw away a message with a longer one, and answer nothing."""
 
 
 def adapter_id(name: str, path: str) -> int:
@@ -34,7 +36,11 @@ class AdapterLoader:
     pending: dict[tuple[str, int], asyncio.Future[str | None]] = field(default_factory=dict)
 
     async def load(self, lora: LoRARequest, instances: Iterable[str]) -> None:
-        """Returns when every instance has it. Raises ValueError, which names the instances that cannot load it and why."""
+        """Returns when every instance has it. Raises ValueError, which names the instances that cannot load it and why, or what is too
+        long."""
+        for what, text in (("name", lora.lora_name), ("path", lora.lora_path)):
+            if len(text) > LONGEST_NAME:
+                raise ValueError(f"the {what} of a LoRA adapter has {len(text)} characters, at most {LONGEST_NAME} are taken")
         number = adapter_id(lora.lora_name, lora.lora_path)
         message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace)
         before = self.loaded.get(number)

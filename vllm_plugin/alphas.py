@@ -57,6 +57,11 @@ class AlphaScheduler(Scheduler):
             self._inflight_prefills.discard(request)  # it needs no more blocks
             self.micro.park(micro, now_s)
 
+    def becomes_decode(self, request: Request) -> bool:
+        """Not an alpha that stops within its prompt, or at its end."""
+        hand_off = self.micro.hand_off_of(request.request_id)
+        return hand_off is None or hand_off > request.num_prompt_tokens
+
     # -- move, lift, release -------------------------------------------------------------------------------------------
 
     def move_alpha(self, micro: MicroRequest, request: Request, hand_off_at: int | None) -> bool:

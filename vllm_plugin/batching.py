@@ -49,7 +49,7 @@ _PATIENCE_S = 10.0
 """A prompt without a TTFT SLO begins as if its first token were due so long after the prompt alone could have it: those with an
 SLO overtake it for so long at most, and of those without one a short prompt overtakes a long one only as far as it is shorter."""
 _ONLY_GROUP = [0]
-_REQUEST_ID, _TOKENS = attrgetter("request_id"), attrgetter("num_tokens")
+_REQUEST_ID = attrgetter("request_id")
 
 
 @dataclass(slots=True)
@@ -109,12 +109,19 @@ class SloScheduler(ResumingFirst):
         own_s: dict[str, float] = {}
         for name in (TBT_ARG, TTFT_ARG):
             slo_ms = extra_args.get(name)
-            if is_slo_ms(slo_ms):
+            if name == TBT_ARG and is_slo_ms(slo_ms) and self._is_out_of_reach(request, slo_ms):
+                told = "%s: no token can follow another within %s = %g ms here: the instance's SLO holds"
+                logger.warning(told, request.request_id, name, slo_ms, extra=of_request(request.request_id))
+            elif is_slo_ms(slo_ms):
                 own_s[name] = slo_ms / 1e3
             elif slo_ms is not None:  # a front-end answers 400; here it is too late for that
                 told = "%s: %s is %r, not a number of milliseconds above 0: the instance's SLO holds"
                 logger.warning(told, request.request_id, name, slo_ms, extra=of_request(request.request_id))
         return TokenSlo(own_s.get(TBT_ARG, self._slo.tbt_s), own_s.get(TTFT_ARG, self._slo.ttft_s)) if own_s else self._slo
+
+    def _is_out_of_reach(self, request: Request, tbt_slo_ms: float) -> bool:
+        """Whether it would break its SLO alone here: such a one would only keep the prompts of others from being computed."""
+        return tbt_slo_ms < 1e3 * self._slo.tbt_s and not self.accounts.planner.fits(1, request.num_tokens, tbt_slo_ms)
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
@@ -212,18 +219,24 @@ class SloScheduler(ResumingFirst):
         return int(self.block_size * bisect_left(range(blocks), True, key=lambda index: find(hashes[index], _ONLY_GROUP) is None))
 
     def _admissible(self, batch: _Batch, waiting: list[Request]) -> int:
-        """How many of the waiting prompts may begin: each becomes a decode, and those alone must fit into the SLO."""
+        """How many of the waiting prompts may begin: those that become decodes must, alone, fit into the SLO."""
         if not waiting:
             return 0
-        number = batch.decodes + len(batch.prefills)
-        context_tokens = batch.context_tokens + sum(request.num_tokens for request in batch.prefills)
-        # Of the first k waiting ones together; both only get worse with k.
-        contexts = list(accumulate(map(_TOKENS, waiting), initial=context_tokens))
-        slo_s = self.deadlines.tightest_tbt_s(map(_REQUEST_ID, self.running))
-        tightest_s = list(accumulate(map(self.deadlines.tbt_s.__getitem__, map(_REQUEST_ID, waiting)), min, initial=slo_s))
+        running = [request for request in batch.prefills if self.becomes_decode(request)]
+        joining = [int(self.becomes_decode(request)) for request in waiting]
+        # With the first k waiting ones; both only get worse with k.
+        numbers = list(accumulate(joining, initial=batch.decodes + len(running)))
+        own = (joins * request.num_tokens for joins, request in zip(joining, waiting, strict=True))
+        contexts = list(accumulate(own, initial=batch.context_tokens + sum(request.num_tokens for request in running)))
+        decoding = (request for request in self.running if not request.is_prefill_chunk or self.becomes_decode(request))
+        slo_s = self.deadlines.tightest_tbt_s(map(_REQUEST_ID, decoding))
+        own_s = (self.deadlines.tbt_s[request.request_id] if joins else math.inf for joins, request in zip(joining, waiting, strict=True))
+        tightest_s = list(accumulate(own_s, min, initial=slo_s))
 
         def refused(index: int) -> bool:
-            return not self.accounts.planner.admits(number + index, contexts[index], waiting[index].num_tokens, 1e3 * tightest_s[index + 1])
+            if numbers[index + 1] in (numbers[0], 1):
+                return False  # none of them becomes a decode, or one that is alone
+            return not self.accounts.planner.fits(numbers[index + 1], contexts[index + 1], 1e3 * tightest_s[index + 1])
 
         return bisect_left(range(len(waiting)), True, key=refused)
 

@@ -92,9 +92,7 @@ def dynaserve_state(self: Any) -> dict[str, Any]:
         "requests": len(scheduler.requests),
         "running": len(scheduler.running),
         "micro_requests": sorted(scheduler.micro.by_id),
-        "parked": len(scheduler.micro.parked),
-        "reserved_blocks": sum(micro.granted_blocks for micro in scheduler.micro.betas.values() if not micro.ended),
-        "quarantined_blocks": sum(micro.granted_blocks for micro in scheduler.micro.betas.values() if micro.ended),
+        **msgspec.to_builtins(scheduler.micro.holding),
         "counts": {**scheduler.micro.counts, "preempted": scheduler.preemptions},
         "open_transfers": len(scheduler.micro.transfers),
     }

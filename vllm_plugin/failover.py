@@ -23,7 +23,7 @@ from dynaserve.fleet_links import FleetLinks
 from dynaserve.kv_transfer.transports import TWO_SIDED
 from dynaserve.liveness import JOINED, REMOVED, Changed, Health
 from dynaserve.messages import SenderLost
-from dynaserve.request_flow import Event, InstanceDied, Instruction, RequestFlow, Side, State
+from dynaserve.request_flow import Event, InstanceDied, InstanceStopping, Instruction, RequestFlow, Side, State
 from dynaserve.request_log import of_request
 from dynaserve.request_placer import RequestPlacer
 from vllm_plugin.adapters import AdapterLoader
@@ -122,6 +122,21 @@ class Failover:
             accepts_new = (other in up or not up) and other not in self._draining | self._stopping | self._loading.keys()
             self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
 
+    async def _on_stopping(self, instance: str, *, is_stopping: bool) -> None:
+        """An instance that was told to stop takes nothing new. It finishes what it runs or aborts it, and in either case does not
+        hear of the end of an alpha any more (vLLM's engine refuses utility calls then): alphas whose betas are there go on alone."""
+        if is_stopping == (instance in self._stopping) or self.instances[instance].description.stock:
+            return
+        if not is_stopping:
+            self._stopping.discard(instance)
+            await self._take_new_requests()
+            await self._place_orphans()
+            return
+        self._stopping.add(instance)
+        await self._take_new_requests()
+        for live in list(self._live.values()):
+            await self._handle(live, Side.ALPHA, InstanceStopping(instance))
+
     async def _on_death(self, change: Changed) -> None:
         name = change.instance_id
         if change.reason != REMOVED:
@@ -211,7 +226,11 @@ class Failover:
     async def _fail_late(self, now_s: float) -> None:
         if self._timeout_s < math.inf:
             for live in [live for live in self._live.values() if now_s - live.arrived_s > self._timeout_s]:
-                await self._give_up(live, f"not finished after {self._timeout_s:g} s", HTTPStatus.GATEWAY_TIMEOUT, now_s)
+                await self._give_up(live, self._too_late, HTTPStatus.GATEWAY_TIMEOUT, now_s)
+
+    @property
+    def _too_late(self) -> str:
+        return f"not finished after {self._timeout_s:g} s"
 
     async def _give_up(self, live: Live, reason: str, status: HTTPStatus, now_s: float) -> None:
         await self._carry_out(live, live.flow.give_up(reason, status, 1e3 * (now_s - live.arrived_s)))

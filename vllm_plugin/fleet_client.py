@@ -10,9 +10,10 @@ import asyncio
 import logging
 import math
 import secrets
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +24,7 @@ import msgspec
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve import fleet, fleet_view, frontend_metrics
@@ -69,12 +71,13 @@ from dynaserve.request_flow import (
     SendRun,
     Side,
     State,
+    StopString,
     Tokens,
     Unavailable,
     new_flow,
 )
 from dynaserve.request_log import of_request
-from dynaserve.request_placer import Decision, RequestFacts, RequestPlacer, RunningRequest
+from dynaserve.request_placer import REPORT_EVERY_MS, Decision, RequestFacts, RequestPlacer, RunningRequest
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
 from vllm_plugin.failover import Failover, Live
 from vllm_plugin.orphans import PATIENCE_S, Orphans
@@ -93,6 +96,7 @@ from vllm_plugin.stock_link import StockLink, carries
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 LOOK_AGAIN_S = 0.1
+LEAVING = "this front-end is shutting down"
 
 
 class FleetClient(Failover):
@@ -123,6 +127,8 @@ class FleetClient(Failover):
         self._admission = admission or Admission()
         self._transport = transport
         self._live = {}
+        self._by_instance: dict[str, list[Live]] = {}
+        self._grouped_ms = -math.inf
         self._outputs: asyncio.Queue[EngineCoreOutputs | BaseException] = asyncio.Queue()
         self._links = FleetLinks(
             self.frontend_id,
@@ -141,6 +147,10 @@ class FleetClient(Failover):
         self._loading = {}
         self._stopping = set()
         self._timeout_s = timeout_s
+        self._leaving = False
+        self._told_load = SchedulerStats()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._adapters = AdapterLoader(self._links.send)
@@ -148,6 +158,7 @@ class FleetClient(Failover):
 
     async def connect(self, timeout_s: float = 10.0) -> None:
         """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         await self._links.connect(list(self.instances.values()), timeout_s)
 
     def watch(self, instances_file: Path | None = None) -> None:
@@ -157,19 +168,29 @@ class FleetClient(Failover):
             file = InstanceFile(instances_file, lambda: self.instances.keys() - self._draining, self.add_instance, self.remove_instance)
             self._links.spawn(file.follow())
 
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs it until the client is shut down; what it raises ends the front-end."""
+        self._links.spawn(coroutine)
+
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
     def admit(self, prompt_tokens: int | None, extra_args: dict[str, Any], max_tokens: int) -> None:
         """Raises BadRequest, NoInstance or Overloaded before the request costs anything."""
         now_s = time.monotonic()
-        if self._links.deserted_s(now_s) > PATIENCE_S:
+        if reason := self.why_unavailable(now_s):
             frontend_metrics.UNAVAILABLE.labels(NoInstance.status).inc()
-            raise NoInstance("no instance of the fleet is alive")
+            raise NoInstance(reason)
         check_extra_args(extra_args, prompt_tokens, max_tokens, self._reference.description.workers[0].endpoint.transports)
         slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
         if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
             frontend_metrics.REFUSED.labels(refusal.kind).inc()
             raise Overloaded(refusal.reason)
+
+    def why_unavailable(self, now_s: float) -> str | None:
+        """Why no request is taken at all; None: requests are."""
+        if self._leaving:
+            return LEAVING
+        return "no instance of the fleet is alive" if self._links.deserted_s(now_s) > PATIENCE_S else None
 
     @property
     def _reference(self) -> Instance:
@@ -194,24 +215,50 @@ class FleetClient(Failover):
         return self._admission.drained_s(time.monotonic())
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        arrived_s = time.monotonic()
+        if self._leaving:
+            raise self._unavailable(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
         cut = CutRequest.of(request)
         if request.lora_request is not None:
             request.lora_request = with_fleet_id(request.lora_request)
+        self._admission.arrived(request.request_id, cut.prompt_tokens, arrived_s)
+        try:
+            await self._begin(request, cut, arrived_s)
+        except BaseException:
+            self._admission.left(request.request_id, time.monotonic())
+            raise
+
+    async def _begin(self, request: EngineCoreRequest, cut: CutRequest, arrived_s: float) -> None:
+        arrived_at_s = time.time()
         obstacle = why_whole(request, [i.description.cut_obstacle for i in self.instances.values() if not i.description.stock])
+        decision = await self._place(self._facts(request, cut, may_cut=obstacle is None), arrived_s)
+        try:
+            live = self._live_of(request, cut, decision, obstacle, arrived_s, arrived_at_s)
+            self._live[request.request_id] = live
+            await self._carry_out(live, live.flow.start())
+        except BaseException:
+            if (failed := self._live.pop(request.request_id, None)) is not None:
+                failed.flow.record.finish_reason = "error"
+            self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
+            raise
+
+    def _facts(self, request: EngineCoreRequest, cut: CutRequest, *, may_cut: bool) -> RequestFacts:
         model = self._reference.description.model
-        lengths = LengthQuery(model, cut.request_class, cut.prompt_tokens, cut.max_tokens, cut.expected_tokens)
-        facts = RequestFacts(
+        return RequestFacts(
             request.request_id,
-            lengths,
+            LengthQuery(model, cut.request_class, cut.prompt_tokens, cut.max_tokens, cut.expected_tokens),
             cut.forced_split,
-            obstacle is None,
+            may_cut,
             cut.tbt_ms,
             cut.ttft_ms,
             token_ids=request.prompt_token_ids or (),
             cache_key=cache_key(request),
             fits_stock=carries(request),
         )
-        decision = await self._place(facts)
+
+    def _live_of(
+        self, request: EngineCoreRequest, cut: CutRequest, decision: Decision, obstacle: str | None, arrived_s: float, arrived_at_s: float
+    ) -> Live:
         placement = decision.placement
         reason = obstacle if obstacle is not None and placement.reason is PlacementReason.not_cuttable else placement.reason.name
         frontend_metrics.REQUESTS.labels("no" if placement.beta is None else "yes", decision.kind, reason).inc()
@@ -223,34 +270,32 @@ class FleetClient(Failover):
         if (end_ms := self._placer.predict_end_ms(request.request_id, 1e3 * time.monotonic())) is not None:
             flow.record.expected["end_ms"] = end_ms
         ttft_slo_ms = cut.ttft_ms or self._placer.ttft_slo_ms
-        flow.record.arrived_s = time.time()
+        flow.record.arrived_s = arrived_at_s
         flow.record.ttft_slo_ms = ttft_slo_ms if ttft_slo_ms < math.inf else None
         flow.record.gaps = TokenGaps(cut.tbt_ms or self._placer.tbt_slo_ms)
         self.book.add(flow.record)
-        live = Live(flow, request, transport, secrets.token_hex(16), time.monotonic(), cut.chunked)
-        self._live[request.request_id] = live
-        self._admission.arrived(request.request_id, cut.prompt_tokens, live.arrived_s)
-        try:
-            await self._carry_out(live, flow.start())
-        except BaseException:
-            flow.record.finish_reason = "error"
-            self._live.pop(request.request_id)
-            self._admission.left(request.request_id, time.monotonic())
-            self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
-            raise
+        return Live(flow, request, transport, secrets.token_hex(16), arrived_s, cut.chunked)
 
-    async def _place(self, facts: RequestFacts) -> Decision:
+    async def _place(self, facts: RequestFacts, arrived_s: float) -> Decision:
         """Waits for an instance while none takes new requests, for a while."""
-        since_s = time.monotonic()
         while True:
             with frontend_metrics.PLACING.time():
                 decision = self._placer.place(facts, 1e3 * time.monotonic())
             if decision is not None:
                 return decision
-            if time.monotonic() - since_s > PATIENCE_S:
-                frontend_metrics.UNAVAILABLE.labels(HTTPStatus.SERVICE_UNAVAILABLE.value).inc()
-                raise GracefulHTTPError("no instance of the fleet takes new requests", HTTPStatus.SERVICE_UNAVAILABLE)
+            if self._leaving:
+                raise self._unavailable(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
+            waited_s = time.monotonic() - arrived_s
+            if waited_s > self._timeout_s:
+                raise self._unavailable(self._too_late, HTTPStatus.GATEWAY_TIMEOUT)
+            if waited_s > PATIENCE_S:
+                raise self._unavailable("no instance of the fleet takes new requests", HTTPStatus.SERVICE_UNAVAILABLE)
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    @staticmethod
+    def _unavailable(reason: str, status: HTTPStatus) -> GracefulHTTPError:
+        frontend_metrics.UNAVAILABLE.labels(status.value).inc()
+        return GracefulHTTPError(reason, status)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Raises what ended a listener: AsyncLLM then fails every request and its health check, loudly."""
@@ -260,13 +305,20 @@ class FleetClient(Failover):
         return outputs
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if live := self._live.get(request_id):
-                await self._handle(live, Side.ALPHA, ClientGone())
+        """AsyncLLM's output handler: of answers that a stop string has ended."""
+        await self._end(request_ids, StopString())
+
+    async def clients_gone(self, request_ids: list[str]) -> None:
+        await self._end(request_ids, ClientGone())
 
     def abort_soon(self, request_ids: list[str]) -> None:
         """For who cannot wait."""
-        self._links.spawn(self.abort_requests_async(request_ids))
+        self._links.spawn(self.clients_gone(request_ids))
+
+    async def _end(self, request_ids: list[str], why: ClientGone | StopString) -> None:
+        for request_id in request_ids:
+            if live := self._live.get(request_id):
+                await self._handle(live, Side.ALPHA, why)
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         """Raises ValueError if an instance cannot load the adapter."""
@@ -301,6 +353,23 @@ class FleetClient(Failover):
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
+        """timeout: seconds that requests may take to finish; new ones are refused meanwhile.
+
+        vLLM's server calls it in another thread when it is told to stop (launcher.py:274), and we once more in the end.
+        """
+        if self._loop is not None and self._loop.is_running() and threading.get_ident() != self._thread:
+            asyncio.run_coroutine_threadsafe(self._leave(timeout or 0.0), self._loop).result()
+        else:
+            self._links.close()
+
+    async def _leave(self, timeout_s: float) -> None:
+        self._leaving = True
+        until_s = time.monotonic() + timeout_s
+        while self._live and time.monotonic() < until_s:  # noqa: ASYNC110 - of several tasks at once
+            await asyncio.sleep(LOOK_AGAIN_S)
+        now_s = time.monotonic()
+        for live in list(self._live.values()):  # the server waits for their answers to end
+            await self._give_up(live, LEAVING, HTTPStatus.SERVICE_UNAVAILABLE, now_s)
         self._links.close()
 
     # -- from instances ------------------------------------------------------------------------------------------------
@@ -309,23 +378,46 @@ class FleetClient(Failover):
         try:
             message = self._header_decoder.decode(frames[0])
             outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
-        except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError, IndexError, NotImplementedError) as error:
             frontend_metrics.MALFORMED.labels(instance).inc()
             logger.warning("dropped a malformed message from %s: %s", instance, error)
             return
+        try:
+            await self._on_decoded(instance, message, outputs)
+        except Exception:  # one message must not end the front-end for all; what it was part of is not known, so it ends as a whole
+            frontend_metrics.FAILED.labels(instance).inc()
+            logger.exception("a message from %s failed", instance)
+            await self._links.lost(instance, "a message of it failed here")
+
+    async def _on_decoded(self, instance: str, message: FromInstance, outputs: EngineCoreOutputs | None) -> None:
         match message:
             case Step():
                 await self._on_step(instance, message, outputs)
             case Beat(pulse=pulse, draining=draining):
                 await self._links.heard(instance, pulse)
                 self._placer.hear_of_others(instance, message.others, 1e3 * time.monotonic())
-                if draining and instance not in self._stopping:
-                    self._stopping.add(instance)
-                    await self._take_new_requests()
+                await self._on_stopping(instance, is_stopping=draining)
             case Dropped():
                 await self._links.lost(instance, "it does not know this front-end any more")
             case LoraAdded():
                 self._adapters.answered(instance, message)
+
+    async def _on_tick(self, now_s: float) -> None:
+        await super()._on_tick(now_s)
+        self._tell_load()
+
+    def _tell_load(self) -> None:
+        """Keeps vLLM's own gauges (`vllm:num_requests_running`, ...), by which servers are scaled, those of the fleet."""
+        waiting = self._admission.waiting  # also those that no instance has yet
+        usages = [load.kv_cache_usage for name in self._links.alive if (load := self.instances[name].load) is not None]
+        stats = SchedulerStats(
+            num_running_reqs=sum(not self._admission.is_waiting(request_id) for request_id in self._live),
+            num_waiting_reqs=waiting,
+            kv_cache_usage=sum(usages) / len(usages) if usages else 0.0,
+        )
+        if stats != self._told_load:
+            self._told_load = stats
+            self._outputs.put_nowait(EngineCoreOutputs(scheduler_stats=stats))
 
     def _on_fault(self, error: BaseException) -> None:
         self.resources.engine_dead = True
@@ -341,20 +433,28 @@ class FleetClient(Failover):
             now_ms = 1e3 * time.monotonic()
             self._placer.learn_steps(instance, step.load, now_ms)
             if self._placer.wants_progress(instance, now_ms):
-                self._placer.report(instance, self._running_on(instance), now_ms)
-                await self._revise(instance, now_ms)
+                lives = self._on_instance(instance, now_ms)
+                self._placer.report(instance, self._running(lives, instance), now_ms)
+                await self._revise(lives, instance, now_ms)
         await self._on_events(event for event in step.events if isinstance(event, Lifted))
-        forwarded: list[EngineCoreOutput] = []
-        clock_offset_s = time.monotonic() - step.sent_at_s
-        for output in outputs.outputs if outputs is not None else ():
-            if found := self._find(output.request_id):
-                live, side = found
-                reason = None if output.finish_reason is None else str(output.finish_reason)
-                if await self._handle(live, side, Tokens(output.new_token_ids, reason)):
-                    forwarded.append(translated(output, live.flow.record, side, clock_offset_s))
-        if forwarded:
-            self._outputs.put_nowait(EngineCoreOutputs(outputs=forwarded, timestamp=time.monotonic()))
+        if outputs is not None:
+            await self._on_outputs(instance, outputs.outputs, time.monotonic() - step.sent_at_s)
         await self._on_events(event for event in step.events if not isinstance(event, Lifted))
+
+    async def _on_outputs(self, instance: str, outputs: Sequence[EngineCoreOutput], clock_offset_s: float) -> None:
+        forwarded: list[EngineCoreOutput] = []
+        try:
+            for output in outputs:
+                if found := self._find(output.request_id):
+                    live, side = found
+                    reason = None if output.finish_reason is None else str(output.finish_reason)
+                    if reason == "abort" and live.flow.needs(side):
+                        await self._on_stopping(instance, is_stopping=True)  # its beats say so, or not, in a moment
+                    if await self._handle(live, side, Tokens(output.new_token_ids, reason)):
+                        forwarded.append(translated(output, live.flow.record, side, clock_offset_s))
+        finally:  # whatever happens to the next one: these count as told
+            if forwarded:
+                self._outputs.put_nowait(EngineCoreOutputs(outputs=forwarded, timestamp=time.monotonic()))
 
     async def _on_events(self, events: Iterable[InstanceEvent]) -> None:
         for event in events:
@@ -391,7 +491,7 @@ class FleetClient(Failover):
             self._account(live)
 
     def _account(self, live: Live) -> None:
-        """Of a request that is over. A stop string is the front-end's: it reaches the instances as an abort, and teaches no length."""
+        """Of a request that is over. One whose client left teaches no length."""
         self._admission.left(live.internal_id, time.monotonic())
         record = live.flow.record
         frontend_metrics.observe_end(record)
@@ -401,22 +501,41 @@ class FleetClient(Failover):
         self._placer.finish(live.internal_id, ended, 1e3 * time.monotonic())
         sequence = [*(live.request.prompt_token_ids or ()), *live.flow.output_token_ids]
         self._placer.learn_prefix(sequence, cache_key(live.request), live.flow.holders())
+        self._learn_transfer(record)
         prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
         if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
             frontend_metrics.TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
         if ended is not None and record.expected.get("end_ms"):
             frontend_metrics.END_ERROR.observe(record.timeline_ms["finished"] / record.expected["end_ms"])
 
-    async def _revise(self, instance: str, now_ms: float) -> None:
+    def _learn_transfer(self, record: RequestRecord) -> None:
+        """Its workers send their parts of each block at the same time."""
+        if (kv := record.kv) is not None and kv.push_ms and "beta_resumed" in record.timeline_ms:
+            description = self._reference.description
+            tokens = kv.bytes * description.block_size // kv.block_bytes
+            self._placer.learn_transfer(tokens, kv.push_ms / len(description.workers))
+
+    def _on_instance(self, instance: str, now_ms: float) -> list[Live]:
+        """Requests with a part there, as of some time ago: who uses them looks at each. Going through all for each instance would
+        cost as many times more as there are instances."""
+        if now_ms - self._grouped_ms >= REPORT_EVERY_MS:
+            self._grouped_ms, self._by_instance = now_ms, {}
+            for live in self._live.values():
+                for name in live.flow.instances:
+                    self._by_instance.setdefault(name, []).append(live)
+        return self._by_instance.get(instance, [])
+
+    async def _revise(self, lives: Iterable[Live], instance: str, now_ms: float) -> None:
         """Asks again about the hand-offs that this instance has a part in, now that its progress is known."""
-        for live in [live for live in self._live.values() if live.flow.pending_on(instance)]:
-            if revision := self._placer.revise(live.internal_id, now_ms):
+        for live in lives:
+            if live.flow.pending_on(instance) and (revision := self._placer.revise(live.internal_id, now_ms)):
                 frontend_metrics.REVISED.labels(revision.reason.name).inc()
                 await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
 
-    def _running_on(self, instance: str) -> Iterator[RunningRequest]:
+    @staticmethod
+    def _running(lives: Iterable[Live], instance: str) -> Iterator[RunningRequest]:
         """Those that have begun to answer there: how far a prefill is, only the instance knows."""
-        for live in self._live.values():
+        for live in lives:
             flow, record = live.flow, live.flow.record
             part = record.beta if flow.state is State.BETA else record.alpha
             if flow.state in (State.WHOLE, State.ALPHA, State.BETA) and part and part.instance == instance and record.output_tokens:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Iterable
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 # Before vLLM is imported: the front-end runs no model, and must start on a host without an accelerator.
@@ -30,15 +33,25 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dynaserve import fleet, length_predictor, request_log, request_spans
 from dynaserve.admission import Admission
 from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
+from dynaserve.length_predictor import LengthPredictor
 from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
 from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
 from vllm_plugin.requests import check_request_id
+
+DESCRIPTION = """\
+Serve an OpenAI-compatible endpoint over a fleet of instances.
+
+example:
+  dynaserve serve MODEL --instances http://10.0.0.5:8000 http://10.0.0.6:8000 --fleet-secret-file secret --policy disaggregated"""
+SAVE_EVERY_S = 60.0
+"""The lengths of answers, beside the last time: a front-end may be killed."""
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
@@ -60,6 +73,28 @@ class FleetLLM(AsyncLLM):
             raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
         stream: AsyncGenerator[RequestOutput, None] = super().generate(prompt, sampling_params, request_id, **kwargs)
         return stream
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The fleet first: AsyncLLM ends the tokenizer before (async_llm.py:296), and requests may still come to be refused."""
+        client: FleetClient | None = getattr(self, "engine_core", None)
+        if client is not None:
+            client.shutdown(timeout=timeout)
+        super().shutdown(timeout=0)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """As AsyncLLM's (async_llm.py:911), which tells its engine as little of why as a stop string does."""
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        client: FleetClient = self.engine_core
+        await client.clients_gone(self.output_processor.abort_requests(request_ids, internal))
+        if self.log_requests:
+            logger.info("Aborted request(s) %s.", ",".join(request_ids))
+
+    async def check_health(self) -> None:
+        """`/health` answers 503 where every request would be: no instance lives, or this front-end is leaving."""
+        await super().check_health()
+        client: FleetClient = self.engine_core
+        if reason := client.why_unavailable(time.monotonic()):
+            raise EngineDeadError(reason)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
         """vLLM keeps what it has noted of a request that could not be sent: of one that nobody takes, or whose client left meanwhile."""
@@ -85,7 +120,7 @@ class FleetLLM(AsyncLLM):
 
 def make_parser() -> argparse.ArgumentParser:
     """vLLM's own options of `vllm serve`, and ours. Those of the engine are read by the instances, not here."""
-    parser = FlexibleArgumentParser(prog="dynaserve serve", description="Serve an OpenAI-compatible endpoint over a fleet of instances.")
+    parser = FlexibleArgumentParser(prog="dynaserve serve", description=DESCRIPTION)
     add_arguments(parser)
     parser = make_arg_parser(parser)
     assert isinstance(parser, argparse.ArgumentParser)
@@ -118,10 +153,10 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     patches.install_fleet_client(lambda _: client)
     patches.install_endpoint(lambda: FrontendEndpoint(config.instances_file, config.most_body_bytes))
     try:
-        uvloop.run(_serve(args, client))
+        uvloop.run(_serve(args, client, config))
     finally:
         if config.length_history is not None:
-            length_predictor.save(config.length_history, config.placer.lengths)
+            _save_lengths(config.length_history, config.placer.lengths)
 
 
 def _fit(args: argparse.Namespace, config: FrontendConfig) -> None:
@@ -137,23 +172,38 @@ def _fit(args: argparse.Namespace, config: FrontendConfig) -> None:
     args.served_model_name = args.served_model_name or config.instances[0].description.served_model_names
 
 
-async def _serve(args: argparse.Namespace, client: FleetClient) -> None:
+async def _save_now_and_then(path: Path, lengths: LengthPredictor) -> None:
+    while True:
+        await asyncio.sleep(SAVE_EVERY_S)
+        await asyncio.to_thread(_save_lengths, path, lengths)
+
+
+def _save_lengths(path: Path, lengths: LengthPredictor) -> None:
+    try:
+        length_predictor.save(path, lengths)
+    except OSError as error:  # requests go on without
+        logger.warning("the lengths of answers cannot be saved to %s: %s", path, error.strerror)
+
+
+async def _serve(args: argparse.Namespace, client: FleetClient, config: FrontendConfig) -> None:
     signal.signal(signal.SIGTERM, _stop_while_starting)
     listen_address, sock = setup_server(args, reuse_port=False)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     llm = FleetLLM.from_vllm_config(
-        config,
+        vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
     client.on_unavailable = llm.end_unavailable  # type: ignore[method-assign]
     client.watchers.append(partial(request_log.log_over, engine_args.enable_log_requests))
-    if config.observability_config.otlp_traces_endpoint is not None:  # vLLM has set up where its spans go, and so ours
+    if vllm_config.observability_config.otlp_traces_endpoint is not None:  # vLLM has set up where its spans go, and so ours
         client.watchers.append(partial(request_spans.emit, trace.get_tracer("dynaserve")))
     try:
         await client.connect()
+        if config.length_history is not None:
+            client.spawn(_save_now_and_then(config.length_history, config.placer.lengths))
         # h11: the limits of --h11-max-incomplete-event-size act in no other parser, and httptools has none of its own.
         shutdown_task = await build_and_serve(llm, listen_address, sock, args, http="h11")
         await shutdown_task

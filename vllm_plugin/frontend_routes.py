@@ -100,7 +100,7 @@ class FrontendEndpoint:
         async def requests(request_id: str, request: Request) -> RequestAnswer:
             records = _client(request).book.find(request_id)
             if not records:
-                raise HTTPException(404, f"no record of request {request_id}; the last {4096} requests are kept")
+                raise HTTPException(404, f"no record of request {request_id}; the last 4096 sequences are kept")
             return RequestAnswer(request_id, [record.to_json() for record in records])
 
         @router.post("/dynaserve/requests/{request_id}/hand_off", summary="Move the hand-off point of a running request, or lift it")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 import zmq.asyncio
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -82,6 +82,9 @@ logger = logging.getLogger("vllm.dynaserve.gateway")
 BEAT_S = 0.2
 
 DROPPED = Counter("dynaserve_dropped_messages", "Messages on the gateway's socket that were malformed or not allowed.", ["reason"])
+PARKED = Gauge("dynaserve_parked_requests", "Alphas that stand at their hand-off points.")
+RESERVED = Gauge("dynaserve_reserved_blocks", "KV blocks that are granted to betas which have not resumed.")
+QUARANTINED = Gauge("dynaserve_quarantined_blocks", "KV blocks of betas that are over, which a sender may still write to.")
 
 
 @dataclass
@@ -101,6 +104,7 @@ class Gateway:
     """The engine core's newest sign of life."""
     draining: bool = False
     """The server was told to stop; with `--shutdown-timeout` it finishes what it runs."""
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
     adapters: set[int] = field(default_factory=set)
@@ -138,7 +142,8 @@ class Gateway:
                 "served_model_names": args.served_model_name or [args.model],
                 "vllm_version": metadata.version("vllm"),
                 "secured": secret is not None,
-                "batching": options.batching,
+                "tbt_slo_ms": options.tbt_slo_ms if options.batching == "slo" else None,
+                "min_prefill_tokens": options.min_prefill_tokens,
                 **known,
             },
             InstanceDescription,
@@ -153,8 +158,11 @@ class Gateway:
         return gateway
 
     def drain(self) -> None:
-        """Front-ends are told to send nothing new. Called in another thread."""
+        """Front-ends are told to send nothing new, at once. Called in another thread."""
+        if self.draining or self.loop.is_closed():
+            return
         self.draining = True
+        self.loop.call_soon_threadsafe(lambda: self._spawn(self._tell_all()))
 
     def close(self) -> None:
         for task in self.tasks:
@@ -170,14 +178,24 @@ class Gateway:
         socket.connect(address)
         decoder = msgspec.msgpack.Decoder(Pulse)
         while True:
-            self.pulse = decoder.decode(await socket.recv())
+            try:
+                self.pulse = decoder.decode(await socket.recv())
+            except msgspec.MsgspecError as error:
+                logger.warning("dropped a pulse of the engine core: %s", error)
+                continue
+            holding = self.pulse.holding
+            for gauge, value in ((PARKED, holding.parked), (RESERVED, holding.reserved_blocks), (QUARANTINED, holding.quarantined_blocks)):
+                gauge.set(value)
 
     async def _beat(self) -> None:
         """Tells every front-end that this instance lives; it finds out who has gone."""
         while True:
-            for identity in self.sessions.identities:
-                await self._send(identity, Beat(self.pulse, self.draining, self._of_others(identity)))
+            await self._tell_all()
             await asyncio.sleep(BEAT_S)
+
+    async def _tell_all(self) -> None:
+        for identity in self.sessions.identities:
+            await self._send(identity, Beat(self.pulse, self.draining, self._of_others(identity)))
 
     def _of_others(self, identity: bytes) -> list[Reserved]:
         return self.reservations.of(request_id for request_id, owner in self.routes.items() if owner != identity)
@@ -201,7 +219,7 @@ class Gateway:
                     raise msgspec.ValidationError(f"it has {len(frames)} frames, at most {MOST_FRAMES} are read")
                 message = self.header_decoder.decode(frames[0])
                 await self._handle(identity, message, frames[1:])
-            except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
+            except (ValueError, msgspec.MsgspecError, RecursionError, IndexError, NotImplementedError) as error:
                 DROPPED.labels("malformed").inc()
                 logger.warning("dropped a malformed message of %d bytes: %s", sum(map(len, frames)), error)
             except Exception:  # one message must not end the gateway for all others
@@ -272,7 +290,7 @@ class Gateway:
         if obstacle is None:
             try:
                 request: EngineCoreRequest = self.request_decoder.decode(frames)
-            except (msgspec.MsgspecError, IndexError, NotImplementedError) as error:
+            except (ValueError, msgspec.MsgspecError, RecursionError, IndexError, NotImplementedError) as error:
                 await self._send(identity, Step([Refused(request_id, f"its payload is malformed: {error}")], self.load, time.monotonic()))
                 raise
             obstacle = self._unfit(request)

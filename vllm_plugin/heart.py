@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from dynaserve.fleet_secret import FleetSecret, secure_server
-from dynaserve.messages import Pulse
+from dynaserve.messages import Holding, Pulse
 
 PULSE_S = 0.2
 REST_S = 0.05
@@ -27,11 +27,12 @@ REST_S = 0.05
 class StepClock:
     """Which engine steps are in progress; several are where vLLM schedules ahead. Written by one thread, read by another.
 
-    active_s: when the model ran last, on the monotonic clock; many steps only carry messages.
+    active_s: when the model ran last, on the monotonic clock; many steps only carry messages. holding: after the newest step.
     """
 
     begun: int = 0
     active_s: float = -math.inf
+    holding: Holding = field(default_factory=Holding)
     _running: deque[tuple[int, float, float | None]] = field(default_factory=deque)
 
     def begin(self, output: object, now_s: float, predicted_ms: float | None) -> None:
@@ -51,9 +52,10 @@ class StepClock:
     def pulse(self, number: int, now_s: float) -> Pulse:
         oldest = next(iter(self._running.copy()), None)
         if oldest is None:
-            return Pulse(number, self.begun)
+            return Pulse(number, self.begun, holding=self.holding)
         _, began_s, predicted_ms = oldest
-        return Pulse(number, self.begun, now_s - began_s, predicted_ms)
+        running_s = max(0.0, now_s - began_s)  # it may have begun since
+        return Pulse(number, self.begun, running_s, predicted_ms, self.holding)
 
 
 class Heart:

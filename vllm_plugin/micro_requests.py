@@ -17,7 +17,7 @@ from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Resumed, Revoked
+from dynaserve.messages import Ended, Event, Granted, Holding, Lifted, Moved, Parked, Resumed, Revoked
 
 EXTRA_ARG = "dynaserve"
 """Key in `SamplingParams.extra_args` that carries a `Plan` to the engine core and to the workers."""
@@ -145,6 +145,11 @@ class MicroRequests:
         if micro.is_beta:
             self.betas[request_id] = micro
         return micro
+
+    @property
+    def holding(self) -> Holding:
+        reserved, quarantined = (sum(beta.granted_blocks for beta in self.betas.values() if beta.ended is ended) for ended in (False, True))
+        return Holding(len(self.parked), reserved, quarantined)
 
     def hand_off_of(self, request_id: str) -> int | None:
         """The token at which this request must stop being scheduled; None: nowhere."""

@@ -132,10 +132,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dynaserve-min-prefill-tokens",
-        type=_count,
+        type=_positive_count,
         default=PluginOptions.min_prefill_tokens,
         metavar="TOKENS",
-        help="prefill of a step whose decodes leave no time for a single token of it (default: %(default)s)",
+        help="at least 1: prefill of a step whose decodes leave no time for a single token of it (default: %(default)s)",
     )
     group.add_argument(
         "--dynaserve-profile",
@@ -170,6 +170,12 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def _positive_count(text: str) -> int:
+    if (value := _count(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
 
 
 def _positive(text: str) -> float:

@@ -67,6 +67,10 @@ class ResumingFirst(Scheduler):
         """Ids of running requests that have nothing to compute."""
         return ()
 
+    def becomes_decode(self, request: Request) -> bool:
+        """Whether it samples here, once its prompt is computed."""
+        return True
+
     def has_arrived(self, request: Request) -> bool:
         """All of its KV."""
         return request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self.finished_recving_kv_req_ids

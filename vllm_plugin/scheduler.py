@@ -219,6 +219,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
             self.steps.active_s = now_s
         for request_id in scheduler_output.num_scheduled_tokens:
             self.park_if_at_hand_off(request_id, now_s)
+        self.steps.holding = self.micro.holding
         if self._alarm is not None:
             self._alarm.deadline_s = self.next_lift_s(self._park_timeout_s)
         if events := self.micro.take_events():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ from dynaserve.errors import ConfigError
 from dynaserve.live_profile import LiveProfile
 from dynaserve.messages import MeasuredStep
 from dynaserve.profiling.command import SPARE_TOKENS
-from dynaserve.profiling.sweep import Limits, Point
+from dynaserve.profiling.sweep import Limits, Point, answer_tokens
 from dynaserve.step_latency import BatchShape, BudgetReason, PrefillWork
 from dynaserve.step_planner import RunningDecodes, StepPlan, StepPlanner
 from vllm_plugin.batching import SloScheduler
@@ -50,7 +50,11 @@ class SweepPlanner(StepPlanner):
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     scheduler_class = type("SweepScheduler", (SloScheduler, Scheduler), {})
-    scheduler = scheduler_class(vllm_config=vllm_config, **kwargs)
+    return obedient(scheduler_class(vllm_config=vllm_config, **kwargs))
+
+
+def obedient(scheduler: Any) -> Any:
+    """The scheduler, which plans its steps with a SweepPlanner from now on."""
     most = scheduler.max_num_scheduled_tokens
     scheduler.accounts.planner = SweepPlanner(LiveProfile(), most, min_prefill_tokens=0, unprofiled_prefill_tokens=most)
     scheduler.accounts.planner.measured = []
@@ -66,26 +70,44 @@ class SweepEngine:
         config = _config(args)
         self.key = profile_key(config)
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        self._scheduler: Any = self._core.scheduler
+        scheduler: Any = self._core.scheduler
         self.limits = Limits(
             step_tokens=config.scheduler_config.max_num_batched_tokens,
             requests=config.scheduler_config.max_num_seqs,
-            kv_tokens=self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks * self._scheduler.block_size,
+            kv_tokens=scheduler.kv_cache_manager.block_pool.num_gpu_blocks * scheduler.block_size,
+            model_tokens=scheduler.max_model_len,
         )
-        self._most_context = self._scheduler.max_model_len - SPARE_TOKENS
+        self._steps = Steps(self._core, self.limits.step_tokens)
+
+    def measure(self, point: Point, times: int) -> list[MeasuredStep]:
+        return self._steps.measure(point, times)
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+
+class Core(Protocol):
+    """What is used of vLLM's `EngineCore`. scheduler: an `obedient` one."""
+
+    scheduler: Any
+    request_block_hasher: Any
+    step_fn: Callable[[], Any]
+    add_request: Callable[[Request], Any]
+
+
+class Steps:
+    """Steps of a given composition, and the decodes that are held for them. step_tokens: the most of one step."""
+
+    def __init__(self, core: Core, step_tokens: int) -> None:
+        self._core, self._scheduler, self._step_tokens = core, core.scheduler, step_tokens
         self._added = 0
         self._held: tuple[int, list[str]] = (0, [])
         """Context and ids of the decodes that run now."""
 
     def measure(self, point: Point, times: int) -> list[MeasuredStep]:
-        """Takes the step that often, one after the other."""
-        if point.context_tokens > self._most_context or point.prefill_tokens >= self._scheduler.max_model_len:
-            raise ConfigError(f"a step of {point} does not fit into a model length of {self._scheduler.max_model_len} tokens")
-        self._hold(point.decodes, point.context_tokens)
+        """See `dynaserve.profiling.command.Engine`."""
+        self._hold(point.decodes, point.context_tokens, times)
         return [self._step(point.prefill_tokens) for _ in range(times)]
-
-    def close(self) -> None:
-        self._core.shutdown()
 
     def _step(self, prefill_tokens: int) -> MeasuredStep:
         planner = self._scheduler.accounts.planner
@@ -98,17 +120,28 @@ class SweepEngine:
         assert not rest
         return MeasuredStep(shape.prefill_tokens, shape.prefill_pairs, shape.decodes, shape.decode_context_tokens, measured_ms)
 
-    def _hold(self, decodes: int, context_tokens: int) -> None:
-        """Exactly so many requests run, whose prompts have so many tokens; of more ones of the same context the first are kept."""
+    def _hold(self, decodes: int, context_tokens: int, steps: int) -> None:
+        """For so many steps just so many requests run, whose prompts have so many tokens; of more ones of the same context the first
+        are kept."""
         context, names = self._held
-        if context != context_tokens or len(names) < decodes:
+        if context != context_tokens or len(names) < decodes or not all(self._lasts(name, steps) for name in names[:decodes]):
             self._end(names)
-            names = [self._add(context_tokens, output_tokens=SPARE_TOKENS) for _ in range(decodes)]
-            self._scheduler.accounts.planner.prefill_tokens = self.limits.step_tokens
-            while any(self._scheduler.requests[name].num_output_tokens == 0 for name in names):
-                self._core.step_fn()
+            names = self._filled(decodes, context_tokens)
         self._end(names[decodes:])
         self._held = (context_tokens, names[:decodes])
+
+    def _lasts(self, name: str, steps: int) -> bool:
+        request = self._scheduler.requests.get(name)
+        return request is not None and request.max_tokens - request.num_output_tokens >= steps
+
+    def _filled(self, decodes: int, context_tokens: int) -> list[str]:
+        """The ids of so many new decodes."""
+        tokens = answer_tokens(decodes, context_tokens, self._step_tokens, SPARE_TOKENS)
+        names = [self._add(context_tokens, output_tokens=tokens) for _ in range(decodes)]
+        self._scheduler.accounts.planner.prefill_tokens = self._step_tokens
+        while any(self._scheduler.requests[name].num_output_tokens == 0 for name in names):
+            self._core.step_fn()
+        return names
 
     def _end(self, names: list[str]) -> None:
         self._scheduler.finish_requests([name for name in names if name in self._scheduler.requests], RequestStatus.FINISHED_ABORTED)

@@ -17,6 +17,7 @@ import httpx
 import openai
 from rich.console import Console
 
+from dynaserve import direct_http
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.local import checks
 from dynaserve.local.answers import Answer, Record, check_cut, check_equal, describe_record
@@ -114,7 +115,8 @@ def wait(console: Console, fleet: LocalFleet) -> None:
 
 def show_cuts(console: Console, fleet: LocalFleet) -> None:
     """Raises DynaServeError if an answer differs from the uncut one, or a cut did not happen as asked."""
-    client = openai.OpenAI(base_url=f"{fleet.frontend_url}/v1", api_key="none")
+    http = openai.DefaultHttpxClient(trust_env=False)  # loopback is not reached through a proxy
+    client = openai.OpenAI(base_url=f"{fleet.frontend_url}/v1", api_key="none", http_client=http)
     uncut = ask(console, client, "Uncut", None)
     _show_record(console, fleet, uncut)
     prompt, end = uncut.prompt_tokens, uncut.prompt_tokens + uncut.output_tokens
@@ -160,7 +162,8 @@ def fetch_record(frontend_url: str, request_id: str) -> Record:
     """The record, once the instances have told what they computed: that comes shortly after the answer's end."""
     deadline = time.monotonic() + RECORD_TIMEOUT_S
     while True:
-        (record,) = httpx.get(f"{frontend_url}/dynaserve/requests/{request_id}").raise_for_status().json()["sequences"]
+        answer = direct_http.get(f"{frontend_url}/dynaserve/requests/{request_id}", timeout_s=5.0)
+        (record,) = answer.raise_for_status().json()["sequences"]
         if _is_complete(record):
             return dict(record)
         if time.monotonic() > deadline:

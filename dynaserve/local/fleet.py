@@ -16,6 +16,7 @@ from types import TracebackType
 
 import httpx
 
+from dynaserve import direct_http
 from dynaserve.environment import NO_BUSY_WAIT
 from dynaserve.errors import DynaServeError
 from dynaserve.local.children import Child, start_child, stop_children
@@ -184,7 +185,7 @@ def _script(name: str) -> str:
 
 def _is_healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=2.0).status_code == httpx.codes.OK
+        return direct_http.get(f"{url}/health", timeout_s=2.0).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
 

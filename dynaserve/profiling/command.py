@@ -19,17 +19,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dynaserve import latency_profile
 from dynaserve.errors import ConfigError
+from dynaserve.files import check_replaceable
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import MeasuredStep
 from dynaserve.profiling import picture
-from dynaserve.profiling.sweep import Limits, Point, PointFile, PointRecord, grid, table_of
+from dynaserve.profiling.sweep import NO_LIMITS, Limits, Point, PointFile, PointRecord, grid, table_of
 
 ENGINE = "vllm_plugin.sweep_engine:SweepEngine"
 """Runs the steps, by import string: this package does not import the engine's."""
 REPETITIONS = 4
 """Of each point; the first is not kept, as it may compile or allocate."""
 SPARE_TOKENS = 256
-"""What the decodes of a group may produce: more than all its steps."""
+"""What the decodes of a group produce while it is measured; then their contexts are filled anew."""
+EXAMPLE = """\
+example:
+  dynaserve profile MODEL --output profile.json --dtype bfloat16 --max-model-len 4096
+
+Steps that the engine cannot take (tokens and requests of one step, KV memory, the model's length) are left out. What was measured
+is kept beside the profile (profile.points.jsonl): the same command goes on where it was interrupted."""
 
 
 class Engine(Protocol):
@@ -38,7 +45,8 @@ class Engine(Protocol):
     key: ProfileKey
     limits: Limits
 
-    def measure(self, point: Point, times: int) -> list[MeasuredStep]: ...
+    def measure(self, point: Point, times: int) -> list[MeasuredStep]:
+        """Takes a step of a `grid` of its limits that often, one after the other."""
 
     def close(self) -> None: ...
 
@@ -60,6 +68,9 @@ class SweepOptions:
 def main(arguments: Sequence[str]) -> None:
     try:
         options = parse(arguments)
+        for path in (options.output, options.picture):
+            if path is not None:
+                check_replaceable(path)
         module, _, name = ENGINE.partition(":")
         engine: Engine = getattr(import_module(module), name)(options.model, options.engine_args)
         try:
@@ -76,9 +87,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(options: SweepOptions, engine: Engine, console: Console, command: str) -> None:
     """Measures what is missing, then writes the profile and the picture."""
-    points = grid(options.prefills, options.decodes, options.contexts, engine.limits, SPARE_TOKENS)
-    if not points:
-        raise ConfigError(f"no step of prefill {options.prefills} and decodes {options.decodes} fits into {engine.limits}")
+    points = _points(options, engine.limits, console)
     done = PointFile(options.output.with_suffix(".points.jsonl"), engine.key)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -91,6 +100,17 @@ def run(options: SweepOptions, engine: Engine, console: Console, command: str) -
     if options.picture is not None:
         picture.draw(options.picture, done.records, options.slo_ms, f"{engine.key.model} on {engine.key.device}")
         console.print(f"{options.picture}: the stars are the latency-constrained-utilization points at {options.slo_ms:g} ms")
+
+
+def _points(options: SweepOptions, limits: Limits, console: Console) -> list[Point]:
+    """Raises ConfigError if nothing fits; tells how much does not."""
+    wanted, points = (grid(options.prefills, options.decodes, options.contexts, most, SPARE_TOKENS) for most in (NO_LIMITS, limits))
+    if not points:
+        sizes = f"prefill {options.prefills}, decodes {options.decodes} and context {options.contexts}"
+        raise ConfigError(f"no step of {sizes} fits into {limits}")
+    if len(points) < len(wanted):
+        console.print(f"{len(wanted) - len(points)} of {len(wanted)} kinds of steps do not fit into {limits}", soft_wrap=True)
+    return points
 
 
 def _measure(points: Sequence[Point], engine: Engine, done: PointFile, tell: Callable[[Point], None]) -> None:
@@ -113,8 +133,10 @@ def parse(arguments: Sequence[str]) -> SweepOptions:
     """Raises ConfigError in one sentence."""
     parser = _Parser(
         prog="dynaserve profile",
-        description="Measures how long the steps of a model take here, for --dynaserve-profile and the simulator. Options that are"
-        " not listed are those of vllm serve.",
+        description="Measures how long the steps of a model take here, for --dynaserve-profile and the simulator.\n"
+        "Options that are not listed are those of vllm serve.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("model")

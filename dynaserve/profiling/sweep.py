@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,11 +40,15 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class Limits(NamedTuple):
-    """Of the engine: tokens of one step, requests of one step, tokens of KV memory."""
+    """Of the engine: tokens of one step, requests of one step, tokens of KV memory, tokens of one request with its answer."""
 
     step_tokens: int
     requests: int
     kv_tokens: int
+    model_tokens: int
+
+
+NO_LIMITS = Limits(*[sys.maxsize] * len(Limits._fields))
 
 
 def grid(prefills: Iterable[int], decodes: Iterable[int], contexts: Iterable[int], limits: Limits, spare_tokens: int) -> list[Point]:
@@ -56,12 +62,28 @@ def grid(prefills: Iterable[int], decodes: Iterable[int], contexts: Iterable[int
         for context in contexts
         for number in decodes
         for tokens in prefills
-        if number + tokens > 0
-        and number + tokens <= limits.step_tokens
-        and number + (tokens > 0) <= limits.requests
-        and number * (context + spare_tokens) + tokens <= limits.kv_tokens
+        if number + tokens > 0 and _fits(Point(context, number, tokens), limits, spare_tokens)
     }
     return sorted(points, key=lambda point: (point.context_tokens, -point.decodes, point.prefill_tokens))
+
+
+def _fits(point: Point, limits: Limits, spare_tokens: int) -> bool:
+    if point.decodes + point.prefill_tokens > limits.step_tokens or point.decodes + (point.prefill_tokens > 0) > limits.requests:
+        return False
+    longest = 0
+    if point.decodes:
+        longest = point.context_tokens + answer_tokens(point.decodes, point.context_tokens, limits.step_tokens, spare_tokens)
+    # The prompt beside the decodes gets a token of an answer, too.
+    fits_model = max(longest, point.prefill_tokens + 1) <= limits.model_tokens
+    return fits_model and point.decodes * longest + point.prefill_tokens <= limits.kv_tokens
+
+
+def answer_tokens(decodes: int, context_tokens: int, step_tokens: int, spare_tokens: int) -> int:
+    """What each decode of a group may produce: a token in each step that fills the contexts of others, and then `spare_tokens`.
+
+    step_tokens: of one step, at least `decodes`.
+    """
+    return math.ceil(sum(context_tokens / (step_tokens - ready) for ready in range(decodes))) + 1 + spare_tokens
 
 
 class PointFile:

@@ -1,18 +1,15 @@
-"""Instances are killed, stopped and started anew under load: no request fails or hangs, no token differs, nothing is held.
+"""Instances are killed, stopped, cut off and started anew under load: no request fails or hangs, no token differs, nothing is held.
 
-`python -m tests.e2e.chaos --rounds 10 --requests 200 --seed 1` starts its own fleet; `test_chaos` runs a short one.
+`test_chaos` runs a short form, `python -m tests.e2e.whole_chaos` (`make test-chaos`) the long one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import secrets
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +23,9 @@ import httpx
 
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
+from dynaserve.metrics_page import total
 from tests.conftest import mooncake_missing
+from tests.cut_sockets import cut_sockets
 from tests.e2e.fleet import NO_KEEP_ALIVE, FleetUnderTest, prompt_of, wait_for
 from tests.e2e.soak import PARAMS, Question
 
@@ -34,6 +33,8 @@ INSTANCES = 3
 TRANSPORTS = ("torch",) if mooncake_missing() else ("torch", "mooncake")
 CLIENTS = 16
 LONGEST_ANSWER = 120
+LONG_ANSWER = 500
+"""Of those that are to be running when something ends, in tokens."""
 STOPPED_S = 4.0
 NOTICED_S = 2.0
 """Most time until a death is known."""
@@ -43,11 +44,10 @@ ANSWER_TIMEOUT_S = 120.0
 
 @dataclass
 class ChaosFleet:
-    """Instances with memory for all requests, and what may be done to one of them (`VIOLENCE`). secret: file of the fleet's."""
+    """Instances with memory for all requests, and what may be done to one of them (`VIOLENCE`)."""
 
     local: LocalFleet
     under_test: FleetUnderTest
-    secret: Path
 
     def health(self, index: int) -> str:
         fleet = self.under_test.frontend.get("/dynaserve/fleet").raise_for_status().json()
@@ -92,6 +92,19 @@ class ChaosFleet:
         self.wait_until(index, "up")
         return noticed_s
 
+    def cut(self, index: int) -> float:
+        """Its connections end, while all of its processes go on."""
+        before, began_s = self.deaths(index), time.monotonic()
+        assert cut_sockets(self.local.pids[f"instance-{index}"]) > 0
+        wait_for(lambda: self.deaths(index) > before, f"the cut of instance {index} to be noticed")
+        noticed_s = time.monotonic() - began_s
+        self.wait_until(index, "up")
+        return noticed_s
+
+    def deaths(self, index: int) -> float:
+        page = self.under_test.frontend.get("/metrics").raise_for_status().text
+        return total(page, f'dynaserve_instance_deaths_total{{url="{self.local.urls[index]}"}}')
+
     def restart(self, index: int) -> float:
         noticed_s = self.kill(index)
         self.bring_back(index)
@@ -117,6 +130,7 @@ VIOLENCE: dict[str, Callable[[ChaosFleet, int], float]] = {
     "stop": lambda fleet, index: fleet.stop(index, "all"),
     "stop the engine core": lambda fleet, index: fleet.stop(index, "core"),
     "stop the API process": lambda fleet, index: fleet.stop(index, "api"),
+    "cut": ChaosFleet.cut,
     "restart": ChaosFleet.restart,
     "leave and join": ChaosFleet.leave_and_join,
     "terminate": ChaosFleet.terminate,
@@ -124,25 +138,32 @@ VIOLENCE: dict[str, Callable[[ChaosFleet, int], float]] = {
 
 
 def kill_frontend(fleet: ChaosFleet, streams: int = 6) -> float:
-    """Its clients hear of it at once. Returns how long the instances hold what they ran, in seconds."""
-    running = [fleet.under_test.stream(fleet.under_test.body(prompt_of(100, seed=i), max_tokens=500, split=110)) for i in range(streams)]
-    for stream in running:
-        fleet.under_test.read(stream, 3)
-    send_signal(fleet.local.pids["frontend"], signal.SIGKILL)
-    began_s = time.monotonic()
-    for stream in running:
-        try:
-            for _ in stream:
-                assert time.monotonic() - began_s < ANSWER_TIMEOUT_S
-        except httpx.TransportError:
-            continue
+    """Its clients hear of it at once. Returns for how long at most the instances hold what they ran, in seconds."""
+    all_answer = threading.Barrier(streams + 1)
+    with ThreadPoolExecutor(streams) as pool:
+        tokens = [pool.submit(read_until_cut_off, fleet.under_test, seed, all_answer) for seed in range(streams)]
+        all_answer.wait(ANSWER_TIMEOUT_S)
+        send_signal(fleet.local.pids["frontend"], signal.SIGKILL)
+        began_s = time.monotonic()
+        assert min(future.result() for future in tokens) < LONG_ANSWER, "all answers were complete before the front-end was killed"
     fleet.under_test.wait_until_empty()
     return time.monotonic() - began_s
 
 
+def read_until_cut_off(under_test: FleetUnderTest, seed: int, all_answer: threading.Barrier) -> int:
+    """Tokens that came. An answer that ends as if it were complete has to be."""
+    stream = under_test.stream(under_test.body(prompt_of(100, seed=seed), max_tokens=LONG_ANSWER, split=110))
+    tokens = under_test.read(stream, 3)
+    all_answer.wait(ANSWER_TIMEOUT_S)
+    with suppress(httpx.TransportError):
+        tokens += sum(len(choice["token_ids"]) for chunk in stream for choice in chunk["choices"])
+        assert tokens == LONG_ANSWER, f"an answer of a front-end that was killed ended as if it were complete, after {tokens} tokens"
+    return tokens
+
+
 def kill_all(fleet: ChaosFleet) -> tuple[httpx.Response, float]:
     """What a client is told who asks then, and when the last running answer has ended, in seconds."""
-    stream = fleet.under_test.stream(fleet.under_test.body(prompt_of(100), max_tokens=500))
+    stream = fleet.under_test.stream(fleet.under_test.body(prompt_of(100), max_tokens=LONG_ANSWER))
     fleet.under_test.read(stream, 3)
     began_s = time.monotonic()
     for index in range(len(fleet.local.urls)):
@@ -185,7 +206,7 @@ def chaos_fleet(log_dir: Path, instances: int = INSTANCES, shutdown_timeout_s: s
     )
     with local:
         clients = [httpx.Client(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=NO_KEEP_ALIVE) for url in (local.frontend_url, *local.urls)]
-        yield ChaosFleet(local, FleetUnderTest(clients[0], clients[1:], str(model)), secret)
+        yield ChaosFleet(local, FleetUnderTest(clients[0], clients[1:], str(model)))
         for client in clients:
             client.close()
 
@@ -282,27 +303,3 @@ def chaos(fleet: ChaosFleet, seed: int, violence: list[str], requests: int, ques
         )
     assert not run.faults, "\n".join(run.faults[:10])
     return run
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=200, help="of each round")
-    parser.add_argument("--questions", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--violence", nargs="+", choices=VIOLENCE, default=list(VIOLENCE), metavar="KIND", help="in turn: %(choices)s")
-    parser.add_argument("--instances", type=int, default=INSTANCES)
-    parser.add_argument("--logs", type=Path, default=None, help="folder for the logs (default: a temporary one)")
-    args = parser.parse_args()
-    print(f"command: {' '.join(sys.argv)}; seed {args.seed}", flush=True)
-    kinds = [args.violence[number % len(args.violence)] for number in range(args.rounds)]
-    with tempfile.TemporaryDirectory() as logs, chaos_fleet(args.logs or Path(logs), args.instances) as fleet:
-        run = chaos(fleet, args.seed, kinds, args.requests, args.questions)
-    print(
-        f"{args.rounds} rounds of {args.requests} requests: none failed or hung, no token differs, nothing is held; "
-        f"{run.placed_again} were placed again, {run.continued_without_alpha} continued without their alpha"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -145,11 +145,12 @@ class FleetUnderTest:
                     yield json.loads(line.removeprefix("data: "))
 
     @staticmethod
-    def read(stream: Iterator[dict[str, Any]], tokens: int) -> None:
-        """Reads until at least this many tokens have come; a chunk may carry several."""
+    def read(stream: Iterator[dict[str, Any]], tokens: int) -> int:
+        """Reads until at least this many tokens have come, and returns how many did: a chunk may carry several."""
         seen = 0
         while seen < tokens:
             seen += sum(len(choice["token_ids"]) for choice in next(stream)["choices"])
+        return seen
 
     def record(self, answer: Answer) -> dict[str, Any]:
         """The record of a finished request, once both instances have said that they are done with it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +22,8 @@ def chaotic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosFleet]:
 
 
 def test_requests_survive_what_happens_to_one_of_three_instances(chaotic: ChaosFleet) -> None:
-    deaths = ["stop", "kill"]
-    run = chaos(chaotic, SEED, ["leave and join", *deaths], requests=40, questions=15)
+    deaths = ["cut", "stop", "kill"]
+    run = chaos(chaotic, SEED, ["leave and join", *deaths], requests=25, questions=12)
     assert run.placed_again > 0
     assert min(noticed_s for kind, noticed_s in run.noticed_s if kind in deaths) < NOTICED_S
 
@@ -35,11 +34,10 @@ def test_a_sender_that_is_stopped_before_it_hands_over_harms_nobody(chaotic: Cha
     assert kept_blocks or transport == "torch", "a one-sided sender writes by itself where it was granted to"
 
 
-def test_instances_free_what_a_killed_frontend_has_asked_for(chaotic: ChaosFleet, tmp_path: Path) -> None:
+def test_instances_free_what_a_killed_frontend_has_asked_for(chaotic: ChaosFleet) -> None:
     kill_frontend(chaotic)
-    with chaotic.under_test.another_frontend(tmp_path, "--fleet-secret-file", str(chaotic.secret)) as frontend:
-        assert len(frontend.complete(prompt_of(20)).token_ids) == 40
     chaotic.local.start_frontend()
+    assert len(chaotic.under_test.complete(prompt_of(20)).token_ids) == 40
 
 
 def test_without_instances_a_request_fails_at_once_and_says_when_to_come_again(chaotic: ChaosFleet) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.fleet import FleetUnderTest, prompt_of
+from tests.e2e.fleet import FleetUnderTest, prompt_of, wait_for
 
 pytestmark = pytest.mark.engine
-
-BEATS_S = 1.0
-"""Several."""
 
 
 def long_streams(fleet: FleetUnderTest) -> dict[str, Iterator[dict[str, Any]]]:
@@ -28,17 +24,18 @@ def long_streams(fleet: FleetUnderTest) -> dict[str, Iterator[dict[str, Any]]]:
     return streams
 
 
+def placed(frontend: FleetUnderTest) -> list[str]:
+    """Where four short requests have run."""
+    return [frontend.record(frontend.complete(prompt_of(20), max_tokens=4))["alpha"]["instance"] for _ in range(4)]
+
+
 def test_a_front_end_avoids_the_instance_that_another_one_uses(fleet: FleetUnderTest, tmp_path: Path) -> None:
     with fleet.another_frontend(tmp_path) as other:
         streams = long_streams(fleet)
         busy, free = sorted(fleet.instance_urls)  # the first is where both begin
         streams[free].close()
-        time.sleep(BEATS_S)
-        placed = [other.record(other.complete(prompt_of(20), max_tokens=4))["alpha"]["instance"] for _ in range(4)]
-        assert placed == 4 * [free]
+        wait_for(lambda: placed(other) == 4 * [free], "the other front-end to hear of the stream")
         assert next(streams[busy])["choices"], "it still runs"
         streams[busy].close()
         fleet.wait_until_empty()
-        time.sleep(BEATS_S)
-        placed = [other.record(other.complete(prompt_of(20), max_tokens=4))["alpha"]["instance"] for _ in range(4)]
-        assert set(placed) == {busy, free}
+        wait_for(lambda: set(placed(other)) == {busy, free}, "the other front-end to hear of its end")
