@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ PROMPT, HAND_OFF = 100, 110
 SENT = [9] * (HAND_OFF - PROMPT + 1)
 
 
-def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 16, *, slo: bool = True, **engine_args: int) -> Engine:
+def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 16, *, slo: bool = True, **engine_args: Any) -> Engine:
     options = PluginOptions(tbt_slo_ms=tbt_slo_ms, min_prefill_tokens=min_prefill_tokens)
     engine = Engine(folder, options=options, cuts=True, slo=slo, enable_prefix_caching=False, **engine_args)
     if slo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -60,10 +61,10 @@ def die(flow: RequestFlow, instance: str, *, may_write: bool = False) -> list[In
     return flow.handle(ALPHA, InstanceDied(instance, "killed", may_write), now_ms=2.0)
 
 
-LIFT = [SendMove(ALPHA, "a", None), SendAbort("b")]
-ELSEWHERE = [PlaceAgain()]
-WITHOUT_B = [SendAbort("b"), PlaceAgain()]
-STATES: dict[str, tuple[tuple[Said, ...], list[Instruction], list[Instruction], State, State]] = {
+LIFT: Sequence[Instruction] = [SendMove(ALPHA, "a", None), SendAbort("b")]
+ELSEWHERE: Sequence[Instruction] = [PlaceAgain()]
+WITHOUT_B: Sequence[Instruction] = [SendAbort("b"), PlaceAgain()]
+STATES: dict[str, tuple[tuple[Said, ...], Sequence[Instruction], Sequence[Instruction], State, State]] = {
     # said so far: what A's death causes, what B's death causes, and the states afterwards
     "announced": ((), WITHOUT_B, LIFT[:1], State.ORPHANED, State.WHOLE),
     "granted": ((GRANTED,), [SendContinue("b", 99, [])], LIFT[:1], State.HANDING_OVER, State.WHOLE),

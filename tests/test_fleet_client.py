@@ -169,7 +169,7 @@ def test_a_request_without_any_instance_waits_and_is_then_unavailable() -> None:
         told: list[tuple[str, int]] = []
         counted = frontend_metrics.UNAVAILABLE.labels(503)
         before = counted._value.get()
-        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
+        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
         await fleet.start("r")
         for gateway in fleet.gateways.values():
             gateway.cut()
@@ -281,7 +281,7 @@ def test_a_request_that_has_lost_too_many_instances_is_not_given_to_another(monk
     async def scenario(fleet: Fleet) -> None:
         monkeypatch.setattr(failover, "MOST_LOST", 1)
         told: list[tuple[str, int]] = []
-        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
+        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
         first = await fleet.start("r")
         (second,) = set(NAMES) - {first}
         fleet.gateways[first].cut()
@@ -359,7 +359,7 @@ def test_a_message_that_the_front_end_fails_at_ends_its_instance_s_link_and_noth
         (second,) = set(NAMES) - {first}
         failed = frontend_metrics.FAILED.labels(first)._value.get()
         placer = fleet.client._placer
-        monkeypatch.setattr(placer, "learn_steps", lambda *_: {}["a defect"])
+        monkeypatch.setattr(placer, "learn_steps", lambda *_: 1 // 0)  # a defect
         await fleet.gateways[first].say(Step([], Load(1, 0, 0.5), time.monotonic()))
         await until(lambda: bool(fleet.runs(second, "r")))
         assert frontend_metrics.FAILED.labels(first)._value.get() == failed + 1
@@ -389,7 +389,7 @@ def test_a_front_end_that_is_told_to_stop_lets_its_requests_finish_and_takes_no_
 def test_a_front_end_that_may_not_wait_ends_its_requests_and_says_goodbye() -> None:
     async def scenario(fleet: Fleet) -> None:
         told: list[tuple[str, int]] = []
-        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[method-assign]
+        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
         name = await fleet.start("r")
         await asyncio.to_thread(fleet.client.shutdown, timeout=0)
         assert told == [("r", 503)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import ROUND_HALF_UP, Decimal
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given, settings
@@ -158,7 +158,7 @@ def test_what_other_front_ends_have_placed_counts(make_scheduler: MakeScheduler)
 @pytest.mark.parametrize("name", ["computed_tokens", "prompt_tokens", "end_token"])
 def test_impossible_reservations_of_others_are_refused(make_scheduler: MakeScheduler, name: str) -> None:
     scheduler = make_scheduler()
-    tokens = {"computed_tokens": 1, "prompt_tokens": 2, "end_token": 3}
+    tokens: dict[str, Any] = {"computed_tokens": 1, "prompt_tokens": 2, "end_token": 3}
     with pytest.raises(ValueError, match=f"{name} is -1"):
         scheduler.report_others("a", [OtherRequest(**tokens), OtherRequest(**tokens | {name: -1})], 0.0)
     assert scheduler.reserved_tokens("a") == 0

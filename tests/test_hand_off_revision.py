@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -164,7 +165,8 @@ def cut_under_way(policy: Policy = Policy.dynamic) -> Cut:
     for name in ("i0", "i1"):
         scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
     rng = random.Random(1)
-    now_ms, ends = 0.0, []
+    now_ms = 0.0
+    ends: list[Any] = []
     for number in range(1000):
         now_ms += rng.expovariate(1 / 290.0)
         while ends and ends[0][0] <= now_ms:

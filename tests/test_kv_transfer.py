@@ -490,7 +490,8 @@ def test_every_order_of_events_ends_with_both_halves_empty(
         pieces.append(tuple(granted[:size]))
         del granted[:size]
     script: list[object] = [rx.Expect("t", A, transport, first, pieces[0]), *(rx.Extend("t", piece) for piece in pieces[1:])]
-    readies, at = [], 0
+    readies: list[object] = []
+    at = 0
     while at < blocks:
         until = min(blocks, at + rng.randint(1, 7))
         readies.append(tx.Ready("t", at, tuple(range(at, until)), final=until == blocks))

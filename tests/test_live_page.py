@@ -107,7 +107,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
+    options.binary_location = shutil.which("chromium") or ""
     folder: Path = tmp_path_factory.mktemp("chromium")
     for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", f"user-data-dir={folder}", "no-proxy-server"):
         options.add_argument(f"--{argument}")

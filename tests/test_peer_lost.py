@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import zmq
@@ -207,7 +208,7 @@ def test_agents_notice_by_themselves_that_a_worker_has_ended() -> None:
     until(lambda: sum(report.kind == "sent" for report in alive.poll().reports) == 1)
     transport = alive.agent._transports["torch"]
     assert isinstance(transport, TorchTransport)
-    ends = [transport._incoming["ended"], transport._outgoing["ended"]]
+    ends: list[Any] = [transport._incoming["ended"], transport._outgoing["ended"]]
     assert all(end._channel is not None for end in ends)
     ended.agent.close()
     alive.agent.submit(rx.Complete("alive", 3))

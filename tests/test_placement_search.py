@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -128,7 +129,7 @@ def two(decodes: int) -> list[SearchInstance]:
 BUSY = SearchOptions(arrivals_per_ms=0.001, lost_share=0.15, prefill_pressure=1.0)
 
 
-def request_of(prompt: int, output: int = 200, **fields: bool) -> SearchRequest:
+def request_of(prompt: int, output: int = 200, **fields: Any) -> SearchRequest:
     return SearchRequest(prompt_tokens=prompt, expected_output_tokens=output, likely_output_tokens=output, **fields)
 
 

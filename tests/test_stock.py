@@ -99,7 +99,7 @@ def test_what_http_cannot_say_exactly_is_not(params: dict[str, Any]) -> None:
 
 
 def test_every_parameter_that_is_carried_is_said() -> None:
-    params = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "stop_token_ids": [5], "min_tokens": 1}
+    params: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "stop_token_ids": [5], "min_tokens": 1}
     body = body_of(request(cache_salt="salt", **params), "toy")
     assert {name: body[name] for name in params} == params
     assert (body["model"], body["prompt"], body["cache_salt"]) == ("toy", PROMPT, "salt")

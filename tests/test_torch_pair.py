@@ -64,7 +64,7 @@ def test_an_end_may_be_late_by_more_than_gloo_waits(hasty: Pair, late: str, is_o
     if is_open:
         assert_moves(a, b, 1, 2)
         a.call("drop", endpoint(b))
-    calls = [(b, "receive", (endpoint(a), [3])), (a, "push", (endpoint(b), [1], [3]))]
+    calls: list[Any] = [(b, "receive", (endpoint(a), [3])), (a, "push", (endpoint(b), [1], [3]))]
     if late == "receiver":
         calls.reverse()
     (early, *call), (tardy, *other) = calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -207,5 +208,5 @@ def test_mooncake_arrivals_come_in_bins_of_three_seconds_and_can_be_spread() -> 
 @needs_traces
 def test_lengths_fitted_to_a_real_trace_have_its_medians() -> None:
     real, drawn = (catalog.load(name, TRACES).requests for name in ("azure-conv", "fitted:azure-conv"))
-    for of in (lambda row: row.prompt_tokens, lambda row: row.output_tokens):
-        assert np.median([of(row) for row in drawn]) == pytest.approx(np.median([of(row) for row in real]), rel=0.35)
+    for of in (attrgetter("prompt_tokens"), attrgetter("output_tokens")):
+        assert np.median([*map(of, drawn)]) == pytest.approx(np.median([*map(of, real)]), rel=0.35)

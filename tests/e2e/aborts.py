@@ -39,7 +39,7 @@ def leave(fleet: FleetUnderTest, rng: random.Random) -> str:
 def _leave_by_tokens(fleet: FleetUnderTest, body: dict[str, Any], tokens: int) -> str:
     stream = fleet.stream(body)
     fleet.read(stream, tokens)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     return "after tokens"
 
 

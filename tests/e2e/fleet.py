@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +85,8 @@ class FleetUnderTest:
 
     def warm_up(self) -> None:
         """Lets both instances compile vLLM's samplers, which on a cold machine takes longer than a hand-off is waited for."""
-        for params in ({}, {"temperature": 0.9, "seed": 1}):
+        sampled: dict[str, Any] = {"temperature": 0.9, "seed": 1}
+        for params in ({}, sampled):
             for instance in self.instances:
                 answer = instance.post("/v1/completions", json=self.body(prompt_of(8), max_tokens=2, **params), timeout=300)
                 assert answer.status_code == 200, answer.text
@@ -137,7 +138,7 @@ class FleetUnderTest:
             chunks[-1]["usage"],
         )
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         with self.frontend.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():

@@ -23,6 +23,7 @@ import hypothesis
 import hypothesis.errors
 import requests
 import schemathesis
+from schemathesis.core.result import Err
 
 from tests.e2e.fleet import FleetUnderTest, prompt_of
 from tests.e2e.fuzz_frames import fuzz_frames
@@ -48,6 +49,8 @@ class Fuzz:
 
 def operations(document: dict[str, Any]) -> Iterator[Any]:
     for found in schemathesis.openapi.from_dict(document).get_all_operations():
+        if isinstance(found, Err):
+            raise found.err()
         yield found.ok()
 
 

@@ -126,7 +126,8 @@ class Soak:
         rng = random.Random(self.seed * 1_000_003 + number)
         question = rng.choice(self.questions)
         outputs = rng.randrange(2, len(question.answer) + 1)
-        expected, limits = question.answer[:outputs], {"max_tokens": outputs}
+        expected = question.answer[:outputs]
+        limits: dict[str, Any] = {"max_tokens": outputs}
         if rng.random() < 0.3 and outputs > 3 and "structured_outputs" not in question.params:  # a grammar masks stop tokens
             stop = rng.choice(expected)
             expected = expected[: expected.index(stop) + 1]

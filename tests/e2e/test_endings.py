@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_client_that_goes_away(fleet: FleetUnderTest, split: int, tokens_seen: i
             return
     stream = fleet.stream(body)
     fleet.read(stream, tokens_seen)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
 
 
 @pytest.mark.parametrize("offset", [-12, -1, 0, 1, 12], ids=["before", "ends at", "across", "starts at", "after"])
@@ -63,7 +64,7 @@ def test_stop_token_around_the_cut(fleet: FleetUnderTest, split: int) -> None:
 @pytest.mark.parametrize("split", [210, 230])
 def test_end_of_sequence_before_the_cut(fleet: FleetUnderTest, split: int) -> None:
     """From the sixth token on the model wants to end."""
-    params = {"ignore_eos": False, "min_tokens": 5, "logit_bias": {"2": 100.0}}
+    params: dict[str, Any] = {"ignore_eos": False, "min_tokens": 5, "logit_bias": {"2": 100.0}}
     reference = fleet.complete(PROMPT, split=0, **params)
     answer = fleet.complete(PROMPT, split=split, **params)
     assert answer.same_as(reference)
@@ -78,7 +79,7 @@ def test_many_requests_at_once(fleet: FleetUnderTest) -> None:
     streams = [fleet.stream(fleet.body(prompt_of(150, seed=i), split=100 + 8 * i, max_tokens=1500)) for i in range(12)]
     for i, stream in enumerate(streams):
         fleet.read(stream, 1 + i)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
 
 
 def test_more_cut_requests_than_running_slots_all_finish(fleet: FleetUnderTest) -> None:

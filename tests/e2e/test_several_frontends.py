@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.e2e.fleet import FleetUnderTest, prompt_of, wait_for
 pytestmark = pytest.mark.engine
 
 
-def long_streams(fleet: FleetUnderTest) -> dict[str, Iterator[dict[str, Any]]]:
+def long_streams(fleet: FleetUnderTest) -> dict[str, Generator[dict[str, Any], None, None]]:
     """One that runs on each instance, by its URL."""
     streams = {}
     for seed in (1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -42,7 +43,8 @@ def parallel_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUn
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("split", [1, 64, P - 1, P, P + 1, P + 20])
 def test_a_cut_over_two_ranks_is_exact(parallel_fleet: FleetUnderTest, split: int, transport: str) -> None:
-    prompt, params = prompt_of(P, seed=4), {"max_tokens": 30, "temperature": 0.9, "seed": 3}
+    prompt = prompt_of(P, seed=4)
+    params: dict[str, Any] = {"max_tokens": 30, "temperature": 0.9, "seed": 3}
     reference = parallel_fleet.complete(prompt, split=0, **params)
     answer = parallel_fleet.complete(prompt, split=split, transport=transport, **params)
     record = parallel_fleet.record(answer)
