@@ -149,7 +149,7 @@ def test_an_slo_that_no_step_can_keep_does_not_hold_up_the_prompts_of_others(
     with caplog.at_level("WARNING", "vllm.dynaserve.batching"):
         engine.add("impatient", 20, 100, dynaserve_tbt_ms=0.001)
         engine.add("tight", 20, 100, dynaserve_tbt_ms=30.0)
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told = [record.getMessage() for record in caplog.records if record.name == "vllm.dynaserve.batching"]
     assert [message.split(":")[0] for message in told] == ["impatient"]
     assert "no token can follow another within dynaserve_tbt_ms = 0.001 ms here" in caplog.text
     engine.step()
