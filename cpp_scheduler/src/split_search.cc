@@ -344,7 +344,10 @@ void SplitSearch::Refine(std::span<const SearchInstance> instances, const Search
     }
     if (next == nullptr) break;
     ++probes;
-    next->is_probed = true;
+    for (Draft& draft : drafts_) {
+      draft.is_probed |= draft.alpha == next->alpha && draft.beta == next->beta &&
+                         draft.split_token == next->split_token;
+    }
     const Choice tried = ExactCut(instances, next->alpha->index, next->beta->index, *next->beta,
                                   next->split_token, request, options, now_ms);
     Note(tried);
@@ -471,11 +474,7 @@ void SplitSearch::Chart(std::span<const SearchInstance> instances, Sketch& alpha
     const double objective_ms = PriceCut({alpha.begins_ms, chart.alpha.TookMs(split), beta.queue_ms,
                                           beta_ms, start_ms + beta_ms - now_ms},
                                          beta, request, options);
-    const auto is_same = [&](const Draft& other) {
-      return other.split_token == split && other.alpha == &alpha && other.beta == &beta;
-    };
-    if (std::none_of(drafts_.begin(), drafts_.end(), is_same))
-      drafts_.push_back({objective_ms, &alpha, &beta, split, false});
+    drafts_.push_back({objective_ms, &alpha, &beta, split, false});
   };
   draft(split_token);
   draft(most);
