@@ -64,7 +64,8 @@ async def ask(http: httpx.AsyncClient, endpoint: Endpoint, rng: random.Random, o
 
 async def run(urls: Sequence[str], model: str, streams: int, requests: int, output_tokens: int, seed: int) -> list[float]:
     """So many streams, each with one request after the other."""
-    endpoints = [Endpoint(url, model, usage_per_event=True, extra_body={}) for url in urls]
+    # With token ids, because vllm-router drops the usage of each event, and a token's text may be empty.
+    endpoints = [Endpoint(url, model, usage_per_event=True, extra_body={"return_token_ids": True}) for url in urls]
     ttft_ms: list[float] = []
     async with http_client(None) as http, asyncio.TaskGroup() as group:
 

@@ -132,7 +132,11 @@ def test_parent_that_ends_leaves_no_child(tmp_path: Path, number: signal.Signals
 
 
 def test_ctrl_c_at_the_terminal_reaches_the_parent_only(tree: Child) -> None:
-    assert os.getsid(tree.guard.pid) != os.getsid(0)
+    assert os.getpgid(tree.guard.pid) == os.getpgid(tree.pids[0]) != os.getpgid(0)
+
+
+def test_children_share_processor_time_with_their_parent_process_by_process(tree: Child) -> None:
+    assert os.getsid(tree.guard.pid) == os.getsid(0)
 
 
 def test_errors_are_the_first_different_ones_of_the_log(tmp_path: Path) -> None:

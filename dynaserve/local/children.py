@@ -20,7 +20,10 @@ ERROR = re.compile(r"(?:^|(?<= ))[\w.]+(?:Error|Exception): \S.*")
 
 @dataclass(frozen=True)
 class Child:
-    """A command under its guard (see `guard`), in a session of its own: Ctrl-C at the terminal does not reach it.
+    """A command under its guard (see `guard`), in a process group of its own: Ctrl-C at the terminal does not reach it.
+
+    Not in a session of its own: Linux shares cores out between sessions (autogroup), and of a session with an engine that keeps one core
+    busy little is left for its server on another core, which then waits for hundreds of milliseconds whenever it wakes.
 
     grace_s: how long a stop waits between SIGTERM and SIGKILL.
     """
@@ -68,7 +71,7 @@ def start_child(name: str, command: Sequence[str], log: Path, env: Mapping[str, 
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
     return Child(name, log, guard, grace_s)
 
