@@ -2,7 +2,8 @@
 
 Against the same two instances when the client asks them directly, in turns, and against vllm-router where that is installed. The
 model is small and random, so that the servers are what is measured. Every turn has two parts, with one output token and with many:
-the first one tells what a request costs, the difference what a token does.
+the first one tells what a request costs, the difference what a token does. The many are not always as many, or all streams would ask
+at the same moment: a prompt's wait for the others would then say more of the time to the first token than what is in front.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import httpx
 
@@ -36,7 +37,8 @@ from dynaserve.local.model import cache_dir, random_model, smollm2
 from workloads.trace import TraceRequest
 
 PROMPT_TOKENS = 64
-OUTPUT_TOKENS = (1, 64)
+OUTPUT_TOKENS = ((1, 1), (32, 96))
+"""Of each request in the two parts: least and most."""
 DIRECT, FRONTEND, ROUTER = "directly", "dynaserve serve", "vllm-router"
 START_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 300.0
@@ -44,9 +46,9 @@ REQUEST_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a turn. cpu_ms: for one request, by group of processes."""
+    """One part of a turn. output_tokens: of a request, on average. cpu_ms: for one request, by group of processes."""
 
-    output_tokens: int
+    output_tokens: float
     ttft_ms: list[float]
     cpu_ms: dict[str, float]
 
@@ -62,30 +64,34 @@ async def ask(http: httpx.AsyncClient, endpoint: Endpoint, rng: random.Random, o
     return 1e3 * (record.token_times_s[0] - record.sent_s)
 
 
-async def run(urls: Sequence[str], model: str, streams: int, requests: int, output_tokens: int, seed: int) -> list[float]:
-    """So many streams, each with one request after the other."""
+async def run(
+    urls: Sequence[str], model: str, streams: int, requests: int, output_tokens: tuple[int, int], seed: int
+) -> tuple[list[float], float]:
+    """So many streams, each with one request after the other. Returns times to the first token (ms), and the mean output length."""
     # With token ids, because vllm-router drops the usage of each event, and a token's text may be empty.
     endpoints = [Endpoint(url, model, usage_per_event=True, extra_body={"return_token_ids": True}) for url in urls]
     ttft_ms: list[float] = []
+    lengths: list[int] = []
     async with http_client(None) as http, asyncio.TaskGroup() as group:
 
         async def stream(number: int) -> None:
             rng = random.Random(seed * 1000 + number)
             for index in range(requests):
-                ttft_ms.append(await ask(http, endpoints[(number + index) % len(endpoints)], rng, output_tokens))
+                lengths.append(rng.randint(*output_tokens))
+                ttft_ms.append(await ask(http, endpoints[(number + index) % len(endpoints)], rng, lengths[-1]))
 
         for number in range(streams):
             group.create_task(stream(number))
-    return ttft_ms
+    return ttft_ms, mean(lengths)
 
 
 def measure(urls: Sequence[str], pids: Mapping[str, Sequence[int]], model: str, args: argparse.Namespace, seed: int) -> list[Part]:
     parts = []
     for output_tokens in OUTPUT_TOKENS:
         before = {name: cpu_s(group) for name, group in pids.items()}
-        ttft_ms = asyncio.run(run(urls, model, args.streams, args.requests, output_tokens, seed))
+        ttft_ms, mean_tokens = asyncio.run(run(urls, model, args.streams, args.requests, output_tokens, seed))
         spent = {name: 1e3 * (cpu_s(group) - before[name]) / len(ttft_ms) for name, group in pids.items()}
-        parts.append(Part(output_tokens, ttft_ms, spent))
+        parts.append(Part(mean_tokens, ttft_ms, spent))
     return parts
 
 

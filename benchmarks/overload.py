@@ -1,14 +1,16 @@
 """`make bench-overload`: what clients get when three times as many come as the fleet can serve.
 
-Two instances of SmolLM2 with SLO-aware batches, one core each. The load rises until requests are refused; the last load before is
-the fleet's capacity. Then comes a multiple of it. Throughput is counted while requests come, without the time in which the first
-ones fill the fleet and the last ones end.
+Instances of SmolLM2 with SLO-aware batches, one core each. One core is left to the front-end and the client: beside an engine they
+make its steps as irregular as they are busy, and its margin, and so its throughput, would tell of the client. The load rises until
+requests are refused; the last load before is the fleet's capacity. Then comes a multiple of it. Throughput is counted while requests
+come, without the time in which the first ones fill the fleet and the last ones end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -125,6 +127,8 @@ def overload(fleet: LocalFleet, args: argparse.Namespace) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench-overload", description=__doc__)
+    instances = max(1, len(os.sched_getaffinity(0)) - 1)
+    parser.add_argument("--instances", type=int, default=instances, help="(default: one less than cores, here %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=float, default=100.0, help="(default: %(default)s)")
     parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="(default: %(default)s)")
     parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second (default: %(default)s)")
@@ -136,10 +140,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     print(f"command: {shlex.join(sys.argv)}; seed {args.seed}; {fast_dtype()}\nmachine: {json.dumps(machine())}", flush=True)
-    print(f"{WORKLOAD}, Poisson arrivals; SLO: TBT {args.tbt_slo_ms:g} ms, TTFT {args.ttft_slo_ms:g} ms\n", flush=True)
+    print(
+        f"{WORKLOAD}, Poisson arrivals, {args.instances} instances; SLO: TBT {args.tbt_slo_ms:g} ms, TTFT {args.ttft_slo_ms:g} ms\n",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as logs:
         fleet = LocalFleet(
             smollm2(),
+            instances=args.instances,
             dtype=fast_dtype(),
             vllm_args=["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--no-enable-prefix-caching"],
             frontend_args=["--fleet-tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--fleet-ttft-slo-ms", f"{args.ttft_slo_ms:g}"],
