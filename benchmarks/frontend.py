@@ -65,9 +65,9 @@ async def ask(http: httpx.AsyncClient, endpoint: Endpoint, rng: random.Random, o
 
 
 async def run(
-    urls: Sequence[str], model: str, streams: int, requests: int, output_tokens: tuple[int, int], seed: int
+    urls: Sequence[str], model: str, args: argparse.Namespace, output_tokens: tuple[int, int], seed: int
 ) -> tuple[list[float], float]:
-    """So many streams, each with one request after the other. Returns times to the first token (ms), and the mean output length."""
+    """Streams with one request after the other, each. Returns times to the first token (ms), and the mean output length."""
     # With token ids, because vllm-router drops the usage of each event, and a token's text may be empty.
     endpoints = [Endpoint(url, model, usage_per_event=True, extra_body={"return_token_ids": True}) for url in urls]
     ttft_ms: list[float] = []
@@ -76,11 +76,12 @@ async def run(
 
         async def stream(number: int) -> None:
             rng = random.Random(seed * 1000 + number)
-            for index in range(requests):
+            for index in range(args.requests):
+                await asyncio.sleep(rng.uniform(0.0, 2.0 * args.pause_s))
                 lengths.append(rng.randint(*output_tokens))
                 ttft_ms.append(await ask(http, endpoints[(number + index) % len(endpoints)], rng, lengths[-1]))
 
-        for number in range(streams):
+        for number in range(args.streams):
             group.create_task(stream(number))
     return ttft_ms, mean(lengths)
 
@@ -89,7 +90,7 @@ def measure(urls: Sequence[str], pids: Mapping[str, Sequence[int]], model: str, 
     parts = []
     for output_tokens in OUTPUT_TOKENS:
         before = {name: cpu_s(group) for name, group in pids.items()}
-        ttft_ms, mean_tokens = asyncio.run(run(urls, model, args.streams, args.requests, output_tokens, seed))
+        ttft_ms, mean_tokens = asyncio.run(run(urls, model, args, output_tokens, seed))
         spent = {name: 1e3 * (cpu_s(group) - before[name]) / len(ttft_ms) for name, group in pids.items()}
         parts.append(Part(mean_tokens, ttft_ms, spent))
     return parts
@@ -160,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench-frontend", description=__doc__)
     parser.add_argument("--streams", type=int, default=32, help="at the same time (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=6, help="of each stream, in each part of a turn (default: %(default)s)")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="of each stream before a request, on average (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -38,6 +38,9 @@ RECORD_TIMEOUT_S = 30.0
 BUSY_STREAMS = 3
 """Of each instance."""
 
+WARM_UPS, WARM_UP_OUTPUTS = 8, 40
+"""Hand-overs of each kind that are told, and not counted: the first ones of a fleet open channels and take longer, some eight of them."""
+
 
 @dataclass(frozen=True)
 class HandOver:
@@ -192,8 +195,9 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
     kept: dict[bool, list[HandOver]] = {True: [], False: []}
     stolen = StolenTime()
     with busy(fleet, streams):
-        for chunked in (True, False) * 2:  # opens the channel; the first hand-overs of a fleet take longer
-            ask(fleet, _prompt(rng, SHAPES[0][0]), SHAPES[0][1], chunked=chunked)
+        for chunked in (True, False) * WARM_UPS:
+            first = ask(fleet, _prompt(rng, SHAPES[0][0]), WARM_UP_OUTPUTS, chunked=chunked)
+            print(f"  not counted: gap {first.gap_ms:.1f} ms, median TBT {first.tbt_ms:.1f} ms", flush=True)
         for number in range(requests):
             for chunked in (True, False):
                 measured = ask(fleet, _prompt(rng, prompt_tokens), outputs, chunked=chunked)
