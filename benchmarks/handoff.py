@@ -38,8 +38,8 @@ RECORD_TIMEOUT_S = 30.0
 BUSY_STREAMS = 3
 """Of each instance."""
 
-WARM_UPS, WARM_UP_OUTPUTS = 8, 40
-"""Hand-overs of each kind that are told, and not counted: the first ones of a fleet open channels and take longer, some eight of them."""
+WARM_UPS, WARM_UP_OUTPUTS = 6, 120
+"""Hand-overs of each kind that are told, and not counted: the first ones of a fleet open channels and take longer."""
 
 
 @dataclass(frozen=True)
