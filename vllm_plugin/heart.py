@@ -19,8 +19,9 @@ from dynaserve.fleet_secret import FleetSecret, secure_server
 from dynaserve.messages import Holding, Pulse
 
 PULSE_S = 0.2
-REST_S = 0.05
-"""Since the end of a step. On a CPU the next one takes 14 % longer after 0.14 s, and 1 to 5 % after 0.06 s (docs/measurements.md)."""
+REST_S = 0.02
+"""Since the end of a step. On a CPU the next one takes 14 % longer after 0.14 s, and 1 to 5 % after 0.06 s (docs/measurements.md). Short
+enough for a second dummy batch half way between the first one and the hand-over where a step takes 40 ms."""
 
 
 @dataclass
