@@ -690,7 +690,7 @@ class Options:
 class Progress:
     """How far a request is on an instance, as far as the caller knows."""
 
-    def __init__(self, *, request_id: str, computed_tokens: int, expected_output_tokens: int) -> None: ...
+    def __init__(self, *, request_id: str, computed_tokens: int, expected_output_tokens: int, begun: bool = True) -> None: ...
 
     @property
     def request_id(self) -> str: ...
@@ -700,6 +700,10 @@ class Progress:
 
     @property
     def expected_output_tokens(self) -> int: ...
+
+    @property
+    def begun(self) -> bool:
+        """False: it waits for its first step."""
 
     def __eq__(self, arg: object, /) -> bool: ...
 

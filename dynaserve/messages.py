@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynaserve.kv_transfer.transport import Name, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Reason, TransferId, cut_reason
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -235,13 +235,24 @@ class MeasuredStep(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError("a step has tokens")
 
 
+class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that is being computed. computed_tokens: from the start of the request, at the end of the last step."""
+
+    request_id: RequestId
+    computed_tokens: Tokens
+
+
 class Load(msgspec.Struct, frozen=True):
-    """How busy an instance is, as its scheduler counts. steps: measured since the last load that had any; each is told once."""
+    """How busy an instance is, as its scheduler counts. steps: measured since the last load that had any; each is told once.
+
+    prompts: all of this front-end's that have begun and are not over; None: this load does not tell.
+    """
 
     running_requests: Count
     waiting_requests: Count
     kv_cache_usage: Annotated[float, Meta(ge=0.0, le=1.0)]
     steps: Annotated[list[MeasuredStep], Meta(max_length=1 << 20)] = []
+    prompts: Annotated[list[PromptProgress], Meta(max_length=1 << 20)] | None = None
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -287,7 +298,7 @@ class Pulse(msgspec.Struct, frozen=True):
 class Reserved(msgspec.Struct, frozen=True, array_like=True):
     """A micro-request of another front-end: the instance is expected to compute its tokens [computed_tokens, end_token).
 
-    computed_tokens: from the start of the request, as far as its output tells. waits: for its KV.
+    computed_tokens: from the start of the request, as far as its output tells, or the instance (`PromptProgress`). waits: for its KV.
     """
 
     computed_tokens: Tokens

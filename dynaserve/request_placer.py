@@ -89,13 +89,13 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningRequest:
-    """One that produces tokens on an instance now. computed_tokens: prompt and output tokens whose KV is there."""
+class RequestProgress:
+    """Of a request on an instance. computed_tokens: prompt and output tokens whose KV is there. begun: False while it waits there."""
 
     request_id: str
-    instance_id: str
     computed_tokens: int
     output_tokens: int
+    begun: bool = True
 
 
 @dataclass
@@ -277,11 +277,16 @@ class RequestPlacer:
         ]
         self.scheduler.report_others(instance_id, known, now_ms)
 
-    def wants_progress(self, instance_id: str, now_ms: float) -> bool:
-        """Whether the last progress of this instance is old enough to be told again; never under policies that do not predict."""
-        return self.predicts and now_ms - self._reported_ms.get(instance_id, -math.inf) >= REPORT_EVERY_MS
+    def wants_progress(self, instance_id: str, now_ms: float, *, told: bool = False) -> bool:
+        """Whether to report how far the requests of an instance are; never under policies that do not predict. told: it has just told of
+        its prompts, as those with SLO-aware batches do now and then; of others, what tokens tell is reported each `REPORT_EVERY_MS`."""
+        if told or not self.predicts:
+            return self.predicts
+        known = self._described.get(instance_id)
+        tells = known is not None and known[0].tbt_slo_ms is not None
+        return not tells and now_ms - self._reported_ms.get(instance_id, -math.inf) >= REPORT_EVERY_MS
 
-    def report(self, instance_id: str, running: Iterable[RunningRequest], now_ms: float) -> None:
+    def report(self, instance_id: str, requests: Iterable[RequestProgress], now_ms: float) -> None:
         """Actual progress replaces predicted; how long each answer will be is asked again, by what it has emitted."""
         self._reported_ms[instance_id] = now_ms
         progress = [
@@ -289,13 +294,14 @@ class RequestPlacer:
                 request_id=request.request_id,
                 computed_tokens=request.computed_tokens,
                 expected_output_tokens=self._expected_tokens(query, request),
+                begun=request.begun,
             )
-            for request in running
+            for request in requests
             if (query := self._queries.get(request.request_id)) is not None
         ]
         self.scheduler.report(instance_id, progress, now_ms)
 
-    def _expected_tokens(self, query: LengthQuery, request: RunningRequest) -> int:
+    def _expected_tokens(self, query: LengthQuery, request: RequestProgress) -> int:
         """Of the answer, as far as the scheduler takes it for one."""
         expected = self.lengths.predict(query, request.output_tokens).expected_tokens
         return max(0, expected - self._replayed_tokens.get(request.request_id, 0))

@@ -23,12 +23,14 @@ class _MicroRequest:
     limit_token: int | None
     waits: bool
     output_tokens: int = 0
+    told_tokens: int = 0
+    """By the instance, of a prompt that has begun."""
 
     @property
     def computed_tokens(self) -> int:
-        """As far as its output tells: how far a prefill is, it does not."""
+        """As far as its output tells, or, until then, the instance."""
         if not self.output_tokens:
-            return self.start_token
+            return max(self.start_token, self.told_tokens)
         # The step that computes the last token of the prompt samples the first one of the answer.
         return max(self.start_token, self.prompt_tokens - 1) + self.output_tokens
 
@@ -72,6 +74,11 @@ class Reservations:
         """The request has sampled so many more."""
         if (micro := self._by_id.get(request_id)) is not None:
             micro.output_tokens += number
+
+    def computed(self, request_id: str, number: int) -> None:
+        """The instance has computed so many tokens of its prompt, those that came from elsewhere included."""
+        if (micro := self._by_id.get(request_id)) is not None:
+            micro.told_tokens = number
 
     def forget(self, request_id: str) -> None:
         self._by_id.pop(request_id, None)

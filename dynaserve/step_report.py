@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dynaserve.errors import ConfigError
-from dynaserve.messages import MeasuredStep
+from dynaserve.messages import MeasuredStep, PromptProgress
 from dynaserve.token_deadlines import TokenCounts
 
 REPORT_INTERVAL_S = 0.25
@@ -35,10 +35,11 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchReport(msgspec.Struct, frozen=True):
-    """Everything since the last report. Tokens: see `token_deadlines.TokenCounts`."""
+    """Everything since the last report. Tokens: see `token_deadlines.TokenCounts`. prompts: those that have begun, as of now."""
 
     steps: list[StepReport]
     tokens: TokenCounts
+    prompts: list[PromptProgress]
 
 
 class StepReporter:

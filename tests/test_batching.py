@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from dynaserve.messages import PromptProgress
 from dynaserve.step_latency import BatchShape, Roofline, prefill_pairs
 from dynaserve.step_report import BatchReport, read_log
 from dynaserve.token_deadlines import TokenCounts
@@ -276,7 +277,31 @@ def reported(engine: Engine) -> BatchReport:
     reports = [msgspec.convert(carrier.kv_transfer_params[REPORT_KEY], BatchReport) for carrier in engine.carriers]
     engine.carriers.clear()
     tokens = TokenCounts(*(sum(getattr(r.tokens, f.name) for r in reports) for f in dataclasses.fields(TokenCounts)))
-    return BatchReport([step for report in reports for step in report.steps], tokens)
+    return BatchReport([step for report in reports for step in report.steps], tokens, reports[-1].prompts if reports else [])
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_prompts_that_have_begun_are_told_and_no_others(make: Callable[..., Engine], *, pipelined: bool) -> None:
+    engine = make(pipelined=pipelined)
+    engine.learn()
+    engine.add("decoding", 20, 100)
+    while len(engine.token_times_s.get("decoding", [])) < 3:
+        engine.step()
+    reported(engine)
+    engine.add("long", 4000, 2)
+    engine.add("behind it", 4000, 2)
+    told: list[PromptProgress] = []
+    while "long" not in engine.token_times_s:
+        engine.step()
+        told += reported(engine).prompts
+    computed = [prompt.computed_tokens for prompt in told if prompt.request_id == "long"]
+    assert len(computed) > 2
+    assert computed == sorted(set(computed))
+    assert 0 < computed[0] < 4000
+    assert not [prompt for prompt in told if prompt.request_id == "decoding"]
+    assert not [prompt for prompt in told if prompt.request_id == "behind it" and prompt.computed_tokens == 0]
+    engine.run()
+    assert reported(engine).prompts == []
 
 
 def test_every_step_and_every_token_is_reported_once(make: Callable[..., Engine]) -> None:

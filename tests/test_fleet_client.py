@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -41,13 +41,14 @@ from dynaserve.messages import (
     Load,
     MeasuredStep,
     Move,
+    PromptProgress,
     Run,
     SenderLost,
     Step,
     ToInstance,
     WorkerDescription,
 )
-from dynaserve.request_placer import RequestPlacer
+from dynaserve.request_placer import REPORT_EVERY_MS, RequestPlacer, RequestProgress
 from tests.test_fleet_links import Gateway, description, until
 from vllm_plugin import failover, requests
 from vllm_plugin.adapters import LONGEST_NAME
@@ -149,6 +150,38 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_that_the_client_has() -> No
         assert (output.request_id, output.new_token_ids, output.finish_reason) == ("r", [9], FinishReason.LENGTH)
 
     run(scenario)
+
+
+def test_what_an_instance_tells_of_its_prompts_is_reported_with_what_answers_and_what_waits() -> None:
+    told: dict[str, list[RequestProgress]] = {}
+
+    class Told(RequestPlacer):
+        def report(self, instance_id: str, requests: Iterable[RequestProgress], now_ms: float) -> None:
+            told[instance_id] = list(requests)
+            super().report(instance_id, told[instance_id], now_ms)
+
+    async def scenario(fleet: Fleet) -> None:
+        started = {name: await fleet.start(name) for name in ("answers", "computes", "waits", "elsewhere")}
+        by_instance = {instance: [name for name, where in started.items() if where == instance] for instance in NAMES}
+        (instance, names) = next((instance, names) for instance, names in by_instance.items() if "answers" in names)
+        assert len(names) == 2  # they go where the fewest tokens are promised
+        wire = {name: fleet.runs(instance, name)[0].request_id for name in names}
+        await fleet.sample(instance, wire["answers"], [7, 8])
+        await fleet.output()
+        (other,) = set(names) - {"answers"}
+        await asyncio.sleep(2e-3 * REPORT_EVERY_MS)  # who is where is looked up again after that long
+        answering = RequestProgress("answers", 11, 2)
+        for prompts, expected in (
+            ([], RequestProgress(other, 0, 0, begun=False)),
+            ([PromptProgress(wire[other], 6), PromptProgress("of nobody", 3)], RequestProgress(other, 6, 0)),
+        ):
+            told.clear()
+            load = Load(2, 0, 0.1, [MeasuredStep(6, 15.0, 1, 10, 5.0)], prompts)
+            await fleet.gateways[instance].say(Step([], load, time.monotonic()))
+            await until(lambda: instance in told)
+            assert [replace(one, request_id=one.request_id.partition("-")[0]) for one in told[instance]] == [answering, expected]
+
+    run(scenario, placer=Told(GlobalScheduler(Options(Policy.colocated)), LengthPredictor(), predicts=True))
 
 
 def test_a_request_too_large_for_a_gateway_is_refused_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

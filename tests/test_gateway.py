@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve.errors import ConfigError
@@ -38,18 +39,24 @@ from dynaserve.messages import (
     Hello,
     Holding,
     Lifted,
+    MeasuredStep,
     Move,
+    PromptProgress,
     Reserved,
     Resumed,
     Run,
+    Step,
     ToInstance,
     Welcome,
     WorkerDescription,
 )
 from dynaserve.messages import InstanceDescription as Description
+from dynaserve.step_report import BatchReport, StepReport
+from dynaserve.token_deadlines import TokenCounts
 from tests.test_fleet_links import description, until
 from tests.test_wire_limits import almost
 from vllm_plugin import gateway as gateway_module
+from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
 from vllm_plugin.gateway import DROPPED, PARKED, QUARANTINED, RESERVED, Gateway
 from vllm_plugin.heart import Heart, StepClock
 from vllm_plugin.micro_requests import EXTRA_ARG
@@ -292,6 +299,45 @@ def test_a_front_end_hears_what_others_have_reserved() -> None:
         second.close()
 
     run(scenario)
+
+
+def test_each_front_end_hears_how_far_its_own_prompts_are_after_its_tokens() -> None:
+    async def scenario(instance: Instance) -> None:
+        first, second = await instance.link("first", None), await instance.link("second", None)
+        request = EngineCoreRequest("", list(range(50)), None, SamplingParams(), None, 0.0, None, None, None)
+        for link, name in ((first, "mine"), (first, "answers"), (second, "theirs")):
+            await link.send(Run(name, end_token=80), MsgpackEncoder().encode(request))
+        await until(lambda: len(instance.engine.added) == 3)
+        step = StepReport(1.0, MeasuredStep(40, 800.0, 0, 0, 20.0), None, None, 40, "all_work", False)
+        prompts = [PromptProgress("mine", 40), PromptProgress("theirs", 30)]
+        report = BatchReport([step], TokenCounts(), prompts)
+        carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
+        outputs = [carrier, EngineCoreOutput("answers", [7])]
+        await instance.gateway.take(EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats(num_running_reqs=3)))
+        tokens, told_first = await steps(first, 2)
+        (told_second,) = await steps(second, 1)
+        assert tokens.load is not None
+        assert tokens.load.prompts is None
+        for told_one, own in ((told_first, prompts[:1]), (told_second, prompts[1:])):
+            assert told_one.load is not None
+            assert told_one.load.prompts == own
+            assert told_one.load.steps == [step.measured]
+        await told(second, [Reserved(40, 50, 80), Reserved(50, 50, 80)])
+        first.close()
+        second.close()
+
+    run(scenario)
+
+
+async def steps(link: InstanceLink, number: int) -> list[Step]:
+    """The next ones that this front-end gets."""
+    got: list[Step] = []
+    async with asyncio.timeout(30):
+        while len(got) < number:
+            message = msgspec.msgpack.decode((await link.receive())[0], type=FromInstance)
+            if isinstance(message, Step):
+                got.append(message)
+    return got
 
 
 messages = st.lists(st.lists(almost(ToInstance), min_size=1, max_size=4), min_size=50, max_size=200)

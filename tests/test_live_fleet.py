@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.global_scheduler import (
+    CachedPrefix,
     GlobalScheduler,
     InstanceState,
     Options,
@@ -323,6 +324,58 @@ def test_a_request_that_outlives_its_prediction_is_put_back() -> None:
     after = placed(scheduler, request("c", prompt=200, output=2), 10_001.0)
     assert after.prediction is not None
     assert after.alpha.instance_id != name or after.prediction.decode_step_ms > before.prediction.decode_step_ms
+
+
+def expected_ttft_ms(scheduler: GlobalScheduler, now_ms: float) -> float:
+    """Of a short prompt that comes now."""
+    prediction = placed(scheduler, request("probe", 100, 1), now_ms).prediction
+    assert prediction is not None
+    scheduler.finish("probe", now_ms)
+    return prediction.ttft_ms
+
+
+def test_a_prompt_that_is_slower_than_predicted_keeps_others_waiting() -> None:
+    """What the instance tells of a prompt counts: how much is left of it, and that the one behind it has not begun."""
+    scheduler = fleet(Policy.dynamic, num_instances=1)
+    for name in ("first", "second"):
+        placed(scheduler, request(name, 20_000, 1), 0.0)
+    now_ms = 3000.0  # both take some 4.5 s
+    predicted_ms = expected_ttft_ms(scheduler, now_ms)
+
+    def told(first: int, second: int) -> float:
+        progress = [
+            Progress(request_id=name, computed_tokens=computed, expected_output_tokens=1, begun=computed > 0)
+            for name, computed in (("first", first), ("second", second))
+        ]
+        scheduler.report("i0", progress, now_ms)
+        return expected_ttft_ms(scheduler, now_ms)
+
+    barely_begun_ms = told(100, 0)
+    assert barely_begun_ms > predicted_ms + 2500.0
+    assert told(100, 0) == pytest.approx(barely_begun_ms)  # said again, it changes nothing
+    assert told(0, 0) == pytest.approx(barely_begun_ms, rel=0.02)
+    assert told(20_000, 10_000) < predicted_ms
+    assert told(20_000, 20_000) < 0.1 * predicted_ms
+    scheduler.check_invariants()
+
+
+def test_of_a_prompt_that_waits_what_is_cached_is_not_computed() -> None:
+    scheduler = fleet(Policy.dynamic, num_instances=1)
+    placed(scheduler, request("cached", 20_000, 1, cached=[CachedPrefix("i0", 19_000)]), 0.0)
+    before_ms = expected_ttft_ms(scheduler, 0.0)
+    not_begun = Progress(request_id="cached", computed_tokens=0, expected_output_tokens=1, begun=False)
+    scheduler.report("i0", [not_begun], 50.0)
+    assert expected_ttft_ms(scheduler, 50.0) == pytest.approx(before_ms, rel=0.01)
+
+
+def test_a_beta_that_waits_for_its_kv_stays_where_it_is() -> None:
+    scheduler = fleet(Policy.dynamic)
+    placement = placed(scheduler, request("r", 4000, 100, forced_split=3000), 0.0)
+    assert placement.beta is not None
+    end_ms = scheduler.predict_end_ms("r", 1.0)
+    not_begun = Progress(request_id="r", computed_tokens=0, expected_output_tokens=100, begun=False)
+    scheduler.report(placement.beta.instance_id, [not_begun], 1.0)
+    assert scheduler.predict_end_ms("r", 1.0) == end_ms
 
 
 def test_an_alpha_beyond_its_cut_keeps_the_whole_request() -> None:

@@ -17,7 +17,7 @@ from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
-from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RunningRequest
+from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RequestProgress
 from dynaserve.serve import check_for, make_placer
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 
@@ -150,17 +150,29 @@ def test_what_an_instance_did_not_have_any_more_is_not_counted_on_again() -> Non
     assert before.ttft_ms < after.ttft_ms
 
 
-def test_progress_is_told_now_and_then() -> None:
+def test_progress_is_told_now_and_then_of_instances_that_do_not_tell_it() -> None:
     placer = placer_of(Policy.dynamic)
+    for name in ("a", "b"):
+        placer.observe(name, msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=None))
     name = placed(placer, facts()).placement.alpha.instance_id
     assert placer.wants_progress(name, 1000.0)
-    placer.report(name, [RunningRequest("r", name, 510, 11), RunningRequest("gone", name, 9, 1)], 1000.0)
+    placer.report(name, [RequestProgress("r", 510, 11), RequestProgress("gone", 9, 1)], 1000.0)
     assert not placer.wants_progress(name, 1100.0)
     assert placer.wants_progress(name, 1200.0)
 
 
+def test_progress_of_an_instance_that_tells_it_is_reported_whenever_it_does() -> None:
+    placer = placer_of(Policy.dynamic)
+    assert not placer.wants_progress("a", 1000.0)
+    assert placer.wants_progress("a", 1000.0, told=True)
+    placer.report("a", [], 1000.0)
+    assert placer.wants_progress("a", 1001.0, told=True)
+
+
 def test_policies_that_do_not_predict_want_no_progress() -> None:
-    assert not placer_of(Policy.colocated).wants_progress("a", 1000.0)
+    placer = placer_of(Policy.colocated)
+    assert not placer.wants_progress("a", 1000.0)
+    assert not placer.wants_progress("a", 1000.0, told=True)
 
 
 def test_what_a_request_emitted_before_it_was_placed_again_is_not_expected_again() -> None:
@@ -169,7 +181,7 @@ def test_what_a_request_emitted_before_it_was_placed_again_is_not_expected_again
     again = placer.place_again("r", 60, 1000.0)
     assert again is not None
     name = again.alpha.instance_id
-    placer.report(name, [RunningRequest("r", name, 500 + 80 - 1, 80)], 2000.0)
+    placer.report(name, [RequestProgress("r", 500 + 80 - 1, 80)], 2000.0)
     left_ms = placer.predict_end_ms("r", 2000.0)
     assert left_ms is not None
     assert left_ms == pytest.approx(40 * ROOFLINE.step_ms(BatchShape(decodes=1, decode_context_tokens=600)), rel=0.03)

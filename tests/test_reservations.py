@@ -53,6 +53,19 @@ def test_what_is_computed_shows_in_the_output(
     assert books.of(["r"]) == []
 
 
+def test_how_far_a_prompt_is_the_instance_tells() -> None:
+    books = Reservations(MOST_TOKENS)
+    books.add("r", 50, 80, None, is_beta=False)
+    books.computed("r", 40)
+    assert books.of(["r"]) == [Reserved(40, 50, 80)]
+    books.computed("r", 0)  # preempted
+    assert books.of(["r"]) == [Reserved(0, 50, 80)]
+    books.computed("r", 50)
+    books.tokens("r", 1)
+    assert books.of(["r"]) == [Reserved(50, 50, 80)]
+    books.computed("unknown", 3)
+
+
 def test_a_beta_waits_until_it_has_its_kv() -> None:
     books = Reservations(MOST_TOKENS)
     beta(books)

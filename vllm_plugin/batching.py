@@ -22,6 +22,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from dynaserve.messages import PromptProgress
 from dynaserve.request_log import of_request
 from dynaserve.step_latency import PrefillWork
 from dynaserve.step_planner import RunningDecodes, StepPlan
@@ -248,11 +249,20 @@ class SloScheduler(ResumingFirst):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         self.accounts.count_tokens(outputs.values(), now_s)
         self._forget_ended()
-        report = self.accounts.take_report(now_s, resting=not self.requests)
+        report = self.accounts.take_report(now_s, self._begun_prompts, resting=not self.requests)
         if report is not None:
             carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
             outputs.setdefault(0, EngineCoreOutputs()).outputs.append(carrier)
         return outputs
+
+    def _begun_prompts(self) -> list[PromptProgress]:
+        """Also those that are computed again after a preemption, and those whose first token is under way."""
+        parked = self.parked_requests()
+        return [
+            PromptProgress(request.request_id, request.num_computed_tokens - self.accounts.tokens_under_way(request.request_id))
+            for request in self.running
+            if (request.is_prefill_chunk or not request.num_output_tokens) and request.request_id not in parked
+        ]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._ended.append(request.request_id)  # its last tokens may still have to be counted

@@ -48,6 +48,7 @@ from dynaserve.messages import (
     Move,
     Parked,
     Prepare,
+    PromptProgress,
     Release,
     Run,
     Step,
@@ -77,7 +78,7 @@ from dynaserve.request_flow import (
     new_flow,
 )
 from dynaserve.request_log import of_request
-from dynaserve.request_placer import REPORT_EVERY_MS, Decision, RequestFacts, RequestPlacer, RunningRequest
+from dynaserve.request_placer import REPORT_EVERY_MS, Decision, RequestFacts, RequestPlacer, RequestProgress
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
 from vllm_plugin.failover import Failover, Live
 from vllm_plugin.orphans import PATIENCE_S, Orphans
@@ -432,9 +433,10 @@ class FleetClient(Failover):
             self.instances[instance].take_load(step.load)
             now_ms = 1e3 * time.monotonic()
             self._placer.learn_steps(instance, step.load, now_ms)
-            if self._placer.wants_progress(instance, now_ms):
+            told = step.load.prompts
+            if self._placer.wants_progress(instance, now_ms, told=told is not None):
                 lives = self._on_instance(instance, now_ms)
-                self._placer.report(instance, self._running(lives, instance), now_ms)
+                self._placer.report(instance, self._progress(lives, instance, told), now_ms)
                 await self._revise(lives, instance, now_ms)
         await self._on_events(event for event in step.events if isinstance(event, Lifted))
         if outputs is not None:
@@ -532,15 +534,20 @@ class FleetClient(Failover):
                 frontend_metrics.REVISED.labels(revision.reason.name).inc()
                 await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
 
-    @staticmethod
-    def _running(lives: Iterable[Live], instance: str) -> Iterator[RunningRequest]:
-        """Those that have begun to answer there: how far a prefill is, only the instance knows."""
+    def _progress(self, lives: Iterable[Live], instance: str, told: Sequence[PromptProgress] | None) -> Iterator[RequestProgress]:
+        """Of those that the instance has told, or that answer; where it has told, what it did not name has not begun, or is a beta."""
+        prompts = {found[0].internal_id: prompt.computed_tokens for prompt in told or () if (found := self._find(prompt.request_id))}
         for live in lives:
-            flow, record = live.flow, live.flow.record
+            flow, record, name = live.flow, live.flow.record, live.internal_id
             part = record.beta if flow.state is State.BETA else record.alpha
-            if flow.state in (State.WHOLE, State.ALPHA, State.BETA) and part and part.instance == instance and record.output_tokens:
-                computed_tokens = record.prompt_tokens + record.output_tokens - 1
-                yield RunningRequest(live.internal_id, instance, computed_tokens, record.output_tokens)
+            if flow.state not in (State.WHOLE, State.ALPHA, State.BETA) or part is None or part.instance != instance:
+                continue
+            if name in prompts:
+                yield RequestProgress(name, prompts[name], record.output_tokens)
+            elif record.output_tokens:
+                yield RequestProgress(name, record.prompt_tokens + record.output_tokens - 1, record.output_tokens)
+            elif told is not None and flow.state is not State.BETA:
+                yield RequestProgress(name, 0, 0, begun=False)
 
     # -- to instances --------------------------------------------------------------------------------------------------
 

@@ -377,7 +377,7 @@ class Gateway:
         """Sends each front-end its part of a step as one message, and leaves the rest to the API server."""
         if (stats := outputs.scheduler_stats) is not None:
             self.load = Load(stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage)
-        await self._take_step_reports(outputs)
+        reports = self._without_step_reports(outputs)
         tokens: dict[bytes, list[EngineCoreOutput]] = defaultdict(list)
         events: dict[bytes, list[Event]] = defaultdict(list)
         rest: list[EngineCoreOutput] = []
@@ -402,6 +402,8 @@ class Gateway:
             self.reservations.tokens(output.request_id, len(output.new_token_ids))
             if output.finish_reason is not None and str(output.finish_reason) in ENGINE_GAVE_UP:
                 self._forget(output.request_id)
+        for report in reports:
+            await self._tell_steps(report)
 
     def _account(self, event: Event) -> None:
         match event:
@@ -412,17 +414,25 @@ class Gateway:
             case Lifted(request_id=request_id):
                 self.reservations.moved(request_id, None)
 
-    async def _take_step_reports(self, outputs: EngineCoreOutputs) -> None:
-        """Counts what the local scheduler tells about its steps, and passes the measurements on to every front-end, once."""
+    @staticmethod
+    def _without_step_reports(outputs: EngineCoreOutputs) -> list[BatchReport]:
+        """Takes out what the local scheduler tells about its steps."""
         carriers = [output for output in outputs.outputs if output.request_id == REPORT_CARRIER]
         for carrier in carriers:
             outputs.outputs.remove(carrier)
-            report = msgspec.convert((carrier.kv_transfer_params or {})[REPORT_KEY], BatchReport)
-            step_metrics.observe(report)
-            if self.load is not None:
-                load = msgspec.structs.replace(self.load, steps=[step.measured for step in report.steps])
-                for identity in self.sessions.identities:
-                    await self._send(identity, Step([], load, time.monotonic()))
+        return [msgspec.convert((carrier.kv_transfer_params or {})[REPORT_KEY], BatchReport) for carrier in carriers]
+
+    async def _tell_steps(self, report: BatchReport) -> None:
+        """Each front-end gets the measurements, once, and how far its prompts are: after its tokens, as those end prompts."""
+        step_metrics.observe(report)
+        for prompt in report.prompts:
+            self.reservations.computed(prompt.request_id, prompt.computed_tokens)
+        if self.load is None:
+            return
+        steps = [step.measured for step in report.steps]
+        for identity in self.sessions.identities:
+            own = [prompt for prompt in report.prompts if self.routes.get(prompt.request_id) == identity]
+            await self._send(identity, Step([], msgspec.structs.replace(self.load, steps=steps, prompts=own), time.monotonic()))
 
     async def _send(self, identity: bytes, message: FromInstance, frames: Sequence[Any] = ()) -> None:
         """To a front-end that has gone: what it has asked for is aborted."""

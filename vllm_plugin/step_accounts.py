@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import Request
 
 from dynaserve.live_profile import LiveProfile
-from dynaserve.messages import MeasuredStep
+from dynaserve.messages import MeasuredStep, PromptProgress
 from dynaserve.profile_keeper import ProfileKeeper
 from dynaserve.step_latency import BatchShape, prefill_pairs
 from dynaserve.step_planner import StepPlan, StepPlanner
@@ -67,6 +67,10 @@ class StepAccounts:
     def steps_under_way(self) -> int:
         return len(self._under_way)
 
+    def tokens_under_way(self, request_id: str) -> int:
+        """Of the steps that are scheduled and not over; vLLM counts them as computed."""
+        return sum(step.output.num_scheduled_tokens.get(request_id, 0) for step in self._under_way)
+
     @property
     def predicted_ms(self) -> float | None:
         """Of the step that began last; None: it is over, or nothing is known."""
@@ -99,8 +103,8 @@ class StepAccounts:
                 if answer.new_token_ids:
                     token(answer.request_id, len(answer.new_token_ids), now_s)
 
-    def take_report(self, now_s: float, *, resting: bool) -> BatchReport | None:
-        """None: not now. resting: no step will follow soon."""
+    def take_report(self, now_s: float, prompts: Callable[[], list[PromptProgress]], *, resting: bool) -> BatchReport | None:
+        """None: not now. prompts: asked if there is a report. resting: no step will follow soon."""
         steps = self._reporter.take(now_s, resting=resting)
         if steps is None:
             return None
@@ -108,7 +112,7 @@ class StepAccounts:
             self.log.flush()
         if self.keeper is not None:
             self.keeper.save_now_and_then(now_s, resting=resting)
-        return BatchReport(steps, self.deadlines.take_counts())
+        return BatchReport(steps, self.deadlines.take_counts(), prompts())
 
     def close(self) -> None:
         if self.keeper is not None:

@@ -175,12 +175,13 @@ void BindValues(nb::module_& m) {
   nb::class_<Progress> progress(m, "Progress",
                                 "How far a request is on an instance, as far as the caller knows.");
   progress
-      .def(nb::init<std::string, std::int64_t, std::int64_t>(), nb::kw_only(), "request_id"_a,
-           "computed_tokens"_a, "expected_output_tokens"_a)
+      .def(nb::init<std::string, std::int64_t, std::int64_t, bool>(), nb::kw_only(), "request_id"_a,
+           "computed_tokens"_a, "expected_output_tokens"_a, "begun"_a = true)
       .def_ro("request_id", &Progress::request_id)
       .def_ro("computed_tokens", &Progress::computed_tokens)
-      .def_ro("expected_output_tokens", &Progress::expected_output_tokens);
-  AsValue(progress, "request_id", "computed_tokens", "expected_output_tokens");
+      .def_ro("expected_output_tokens", &Progress::expected_output_tokens)
+      .def_ro("begun", &Progress::begun, "False: it waits for its first step.");
+  AsValue(progress, "request_id", "computed_tokens", "expected_output_tokens", "begun");
 
   nb::class_<OtherRequest> other(m, "OtherRequest",
                                  "A micro-request that another front-end has on an instance: it "

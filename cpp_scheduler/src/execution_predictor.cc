@@ -138,10 +138,11 @@ bool ExecutionPredictor::Remove(std::uint64_t key, double now_ms) {
 }
 
 void ExecutionPredictor::Replace(std::span<const VirtualRequest> running,
-                                 std::span<const VirtualRequest> waiting, double now_ms) {
+                                 std::span<const VirtualRequest> waiting, double now_ms,
+                                 bool between_steps) {
   for (const VirtualRequest& request : running) Check(request);
   for (const VirtualRequest& request : waiting) Check(request);
-  base_.now_ms = std::max(base_.now_ms, now_ms);
+  base_.now_ms = between_steps ? now_ms : std::max(base_.now_ms, now_ms);
   base_.decode_context = 0;
   base_.decodes.clear();
   base_.prefills.clear();

@@ -289,6 +289,7 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
   const std::int64_t prefill = std::min(split, request.prompt_tokens);
   const std::int64_t cached = std::clamp<std::int64_t>(
       CachedOn(request, placement.alpha.instance_id), 0, std::max<std::int64_t>(0, prefill - 1));
+  entry.cached_tokens = cached;
   const VirtualRequest alpha{0, cached, prefill - cached, split - prefill, now_ms};
   if (!placement.beta) {
     EnterPart(entry, 0, placement.alpha.instance_id, alpha, promised, now_ms);
@@ -357,6 +358,7 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   if (found == instances_.end()) return;
   ExecutionPredictor& predictor = *found->second.predictor;
   predictor.Snapshot(now_ms, running_, waiting_);
+  sent_back_.clear();
   for (const Progress& report : progress) {
     const auto known = entries_.find(report.request_id);
     if (known == entries_.end()) continue;
@@ -365,6 +367,20 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     const std::size_t side =
         entry.parts.size() > 1 && entry.parts[1].instance_id == instance_id ? 1 : 0;
     if (entry.parts[side].instance_id != instance_id) continue;
+    const std::uint64_t key = KeyOf(entry.ordinal, side);
+    const auto same = [key](const VirtualRequest& r) { return r.key == key; };
+    if (!report.begun) {
+      if (side == 1 || std::ranges::any_of(waiting_, same)) continue;
+      std::erase_if(running_, same);
+      const bool is_whole = entry.parts.size() == 1;
+      VirtualRequest rest =
+          RestUpTo(entry.request, is_whole ? EndToken(entry.request) : entry.split_token,
+                   entry.cached_tokens);
+      rest.key = key;
+      rest.ready_ms = now_ms;
+      sent_back_.push_back(rest);
+      continue;
+    }
     if (side == 0 && report.computed_tokens > entry.split_token) StayOnAlpha(entry, now_ms);
     const bool is_alpha_of_two = entry.parts.size() > 1 && side == 0;
     std::int64_t end_token = ComputedTokens(entry.prompt_tokens, report.expected_output_tokens);
@@ -378,8 +394,6 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
       entry.parts[side].promised_tokens += grown;
       found->second.promised_tokens += grown;
     }
-    const std::uint64_t key = KeyOf(entry.ordinal, side);
-    const auto same = [key](const VirtualRequest& r) { return r.key == key; };
     std::erase_if(running_, same);
     std::erase_if(waiting_, same);
     if (is_alpha_of_two && computed >= end_token) continue;
@@ -391,7 +405,8 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     running_.push_back({key, computed, prefill,
                         prefill > 0 ? decodes : std::max<std::int64_t>(1, decodes), now_ms});
   }
-  predictor.Replace(running_, waiting_, now_ms);
+  waiting_.insert(waiting_.begin(), sent_back_.begin(), sent_back_.end());
+  predictor.Replace(running_, waiting_, now_ms, /*between_steps=*/true);
 }
 
 void LiveFleet::ReportOthers(const InstanceId& instance_id, std::span<const OtherRequest> others,

@@ -199,21 +199,25 @@ class Simulation {
     events_.push({there_ms + options_.hand_off_ms, order_++, betas_[number], true, sequence, from});
   }
 
-  // As the front-end does: of requests that emit tokens, since how far a prompt is only its
-  // instance knows.  An answer that has outlived its expected length is expected to go on a little.
+  // As an instance tells its front-end.  An answer that has outlived its expected length is
+  // expected to go on a little.
   void Report(std::uint32_t at) {
     if (now_ms_ - reported_ms_[at] < options_.report_every_ms) return;
     reported_ms_[at] = now_ms_;
     progress_.clear();
-    for (const SimulatedSequence& sequence : instances_[at].running()) {
-      if (sequence.known <= sequence.prompt) continue;
-      const std::int64_t emitted = sequence.known - sequence.prompt;
-      const std::int64_t expected = requests_[sequence.request].expected_output_tokens;
-      progress_.push_back({std::to_string(sequence.request), sequence.computed,
-                           expected > emitted ? expected : emitted + kOutlivedTokens});
+    for (const SimulatedSequence& sequence : instances_[at].running()) AddProgress(sequence, true);
+    for (const SimulatedSequence& sequence : instances_[at].waiting()) {
+      AddProgress(sequence, false);
     }
     scheduler_.Report(ids_[at], progress_, now_ms_);
     if (options_.revises) Revise(at);
+  }
+
+  void AddProgress(const SimulatedSequence& sequence, bool begun) {
+    const std::int64_t emitted = sequence.known - sequence.prompt;
+    const std::int64_t expected = requests_[sequence.request].expected_output_tokens;
+    progress_.push_back({std::to_string(sequence.request), sequence.computed,
+                         expected > emitted ? expected : emitted + kOutlivedTokens, begun});
   }
 
   // No step of this instance is under way.

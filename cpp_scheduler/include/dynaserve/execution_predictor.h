@@ -131,9 +131,11 @@ class ExecutionPredictor {
                                         Horizon horizon);
 
   // Replaces what was predicted by what is: the requests that run, in order of admission, and those
-  // that wait.  Both lists are copied.  Throws as Predict(), and changes nothing.
+  // that wait.  Both lists are copied.  between_steps: the next step begins now; otherwise it
+  // begins when the one that is predicted to be under way is over.  Throws as Predict(), and
+  // changes nothing.
   void Replace(std::span<const VirtualRequest> running, std::span<const VirtualRequest> waiting,
-               double now_ms);
+               double now_ms, bool between_steps = false);
 
   // Every later latency is the table's times this.  Throws std::invalid_argument unless it is
   // positive and finite.

@@ -63,6 +63,8 @@ class LiveFleet {
 
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
   // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
+  // The instance is between two steps now.  What has not begun waits, in the order of `progress`,
+  // before what comes later; of betas, which may wait for their KV, this says nothing.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
   // Replaces what others have on the instance.  One that is past its end has nothing more to run,
@@ -116,7 +118,8 @@ class LiveFleet {
     std::uint64_t ordinal = 0;
     std::int64_t prompt_tokens = 0;
     std::int64_t split_token = 0;
-    std::vector<Part> parts;  // alpha, beta
+    std::int64_t cached_tokens = 0;  // of the prompt, where its first part runs
+    std::vector<Part> parts;         // alpha, beta
     SearchRequest request;
     double arrived_ms = 0.0;
     double looked_ms = 0.0;
@@ -164,6 +167,7 @@ class LiveFleet {
   std::vector<SearchInstance> candidates_;
   std::vector<VirtualRequest> running_;
   std::vector<VirtualRequest> waiting_;
+  std::vector<VirtualRequest> sent_back_;
 };
 
 }  // namespace dynaserve

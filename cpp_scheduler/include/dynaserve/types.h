@@ -153,6 +153,7 @@ struct Progress {
   std::string request_id;
   std::int64_t computed_tokens = 0;         // from the start of the request, this instance's or not
   std::int64_t expected_output_tokens = 0;  // D, as expected by now
+  bool begun = true;                        // false: it waits for its first step
 
   bool operator==(const Progress&) const = default;
 };
