@@ -1,6 +1,7 @@
 """`make bench-endurance`: what the processes of a fleet hold while it serves at 80 % of its capacity, from beginning to end.
 
-Two instances of SmolLM2, every other request is cut by hand. After a warm-up, memory, open files, sockets and threads of every
+Two instances of SmolLM2, every other request is cut by hand. After a warm-up, in which what is bounded fills up (the front-end
+remembers 4096 requests, the engine's libraries keep shapes and memory), memory, open files, sockets and threads of every
 process are sampled; printed are the slope of a line through the memory, and the rest in the first and the last tenth of the time.
 """
 
@@ -103,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench-endurance", description=__doc__)
     parser.add_argument("--rate", type=float, required=True, help="requests per second; 0.8 of the capacity that bench-overload prints")
     parser.add_argument("--minutes", type=float, default=30.0, help="(default: %(default)s)")
-    parser.add_argument("--warm-up-s", type=float, default=60.0, help="(default: %(default)s)")
+    parser.add_argument("--warm-up-s", type=float, default=600.0, help="(default: %(default)s)")
     parser.add_argument("--every-s", type=float, default=10.0, help="between samples (default: %(default)s)")
     parser.add_argument("--max-client-lag-ms", type=float, default=1000.0, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
