@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper import __main__ as paper
+from benchmarks.paper import baselines
 from benchmarks.paper.setting import Row, write
 
 COLUMNS = "model,system,tp,prefill_new,prefill_cached,decode_n,decode_ctx,ms"
@@ -45,6 +46,21 @@ def test_streaming_kv_saves_most_of_the_wait(grid: Path, tmp_path: Path) -> None
     with out.open() as file:
         rows = {row["what"]: float(row["here"]) for row in csv.DictReader(file)}
     assert rows["5 GB/s, blocks: mean wait ms"] < 0.5 * rows["5 GB/s, end: mean wait ms"]
+
+
+def test_dynamic_is_compared_with_the_best_of_the_baselines(grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "SLOS_MS", ("100",))
+    monkeypatch.setattr(baselines, "FIRST_PER_S", {"mini-reasoning": 2.0})
+    kept = ("chunk 256", "SLO-aware colocation", "dynamic")
+    monkeypatch.setattr(baselines, "SYSTEMS", {name: baselines.SYSTEMS[name] for name in kept})
+    out = tmp_path / "baselines.csv"
+    command("baselines", "--gpu-grid", str(grid), "--traces", str(tmp_path), "--requests", "40", "--output", str(out))
+    with out.open() as file:
+        rows = {row["what"]: float(row["here"]) for row in csv.DictReader(file)}
+    capacity = {name: rows[f"mini-reasoning at 100 ms: {name}, requests/s"] for name in kept}
+    assert min(capacity.values()) > 0
+    (ratio,) = (value for what, value in rows.items() if "dynamic / " in what)
+    assert ratio == pytest.approx(capacity["dynamic"] / max(capacity["chunk 256"], capacity["SLO-aware colocation"]))
 
 
 def test_a_row_without_a_published_figure_has_no_ratio(tmp_path: Path) -> None:

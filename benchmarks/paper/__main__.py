@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.paper import figures, oracle, setting, tables
+from benchmarks.paper import baselines, figures, oracle, setting, tables
 from benchmarks.paper.setting import Bench, Row
 from dynaserve.bench import options
 from dynaserve.errors import ConfigError
@@ -33,6 +33,7 @@ COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "transfer": figures.transfer,
     "oracle": oracle.oracle,
     "plans": oracle.plans,
+    "baselines": baselines.baselines,
 }
 
 

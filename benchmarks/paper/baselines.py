@@ -1,0 +1,49 @@
+"""Whether the dynamic policy is anywhere worse than a system that one could have had instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, Bench, Row, chunked
+
+LEAST = 0.97
+"""Of the best baseline's capacity."""
+SLOS_MS = ("100", "50")
+CHUNKS = ("256", "384", "512", "1024", "2048")
+FIRST_PER_S = {
+    "azure-code": 4.0,
+    "azure-conv": 6.0,
+    "bursty-chat": 4.0,
+    "arxiv-summarization": 3.0,
+    "mini-reasoning": 2.5,
+    "hybrid": 4.0,
+    "r1-reasoning": 1.0,
+    "mooncake": 0.5,
+}
+"""The rate that a search begins with."""
+SYSTEMS: dict[str, tuple[str, ...]] = {
+    **{f"chunk {chunk}": chunked(chunk) for chunk in CHUNKS},
+    "disaggregation": DISAGGREGATED,
+    "SLO-aware colocation": SLO_AWARE,
+    "dynamic": DYNAMIC,
+}
+
+
+def baselines(bench: Bench) -> Iterator[Row]:
+    """Capacity of each fixed chunk, disaggregation, SLO-aware colocation and dynamic, by workload and SLO; at least 0.97 is wanted."""
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for slo_ms in SLOS_MS:
+            for workload, first in FIRST_PER_S.items():
+                started = {
+                    name: pool.submit(bench.capacity, workload, first, "--tbt-slo-ms", slo_ms, *system) for name, system in SYSTEMS.items()
+                }
+                found = {name: search.result() for name, search in started.items()}
+                for name, capacity in found.items():
+                    yield Row(f"{workload} at {slo_ms} ms: {name}, requests/s", capacity)
+                best = max((name for name in found if name != "dynamic"), key=lambda name: found[name])
+                if found[best]:
+                    ratio = found["dynamic"] / found[best]
+                    verdict = "" if ratio >= LEAST else ", MISSED"
+                    yield Row(f"{workload} at {slo_ms} ms: dynamic / {best}{verdict}", ratio)
