@@ -112,13 +112,17 @@ def main(arguments: Sequence[str]) -> None:
             _wait_for(profile)
         with fleet_of(profile, Path(folder) / "compare", "--policy", "dynamic", "--latency-profile", str(profile)) as fleet:
             ids = replay(fleet, args.rate, args.requests, args.seed + 1)
-            report([read(_record(fleet, request_id)) for request_id in ids])
+            records = [_record(fleet, request_id) for request_id in ids]
+            if args.output is not None:
+                args.output.write_text(json.dumps(records, indent=1), encoding="utf-8")
+            report([read(record) for record in records])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("predictor", __doc__.partition("\n")[0], "--rate 0.8 --requests 120")
     parser.add_argument("--rate", type=positive, default=0.8, metavar="R", help="requests a second (default: %(default)s)")
     parser.add_argument("--requests", type=whole(2), default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="gets the front-end's records of the requests, as JSON")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
     return parser
 

@@ -375,9 +375,9 @@ class ExecutionPredictor:
     def find(self, key: int, now_ms: float) -> VirtualRequest | None:
         """A request as it stands now; None: it is not there (any more)."""
 
-    def predict_end_ms(self, key: int, now_ms: float) -> float | None:
+    def predict_rest(self, key: int, now_ms: float) -> Forecast | None:
         """
-        When it would end if nothing else came; None: it is not there (any more).
+        What would become of it from now on if nothing else came; None: it is not there (any more).
         """
 
     def change(self, changed: VirtualRequest, now_ms: float) -> bool:
@@ -780,7 +780,7 @@ class Scheduler:
 
     def predict_end_ms(self, request_id: str, now_ms: float) -> float | None:
         """
-        When a placed request would end if nothing else came; None under policies that do not predict, or where it should have ended.
+        When a placed request would end if others came as they did lately; None under policies that do not predict, or where it should have ended.
         """
 
     def revise(self, request_id: str, now_ms: float) -> Revision | None:

@@ -245,7 +245,8 @@ class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True):
     """How busy an instance is, as its scheduler counts. steps: measured since the last load that had any; each is told once.
 
-    prompts: all of this front-end's that have begun and are not over; None: this load does not tell.
+    prompts: all of this front-end's that have begun and are not over; None: this load does not tell. step_share: of the time until its
+    first decode is due, what a step may take by prediction.
     """
 
     running_requests: Count
@@ -253,6 +254,7 @@ class Load(msgspec.Struct, frozen=True):
     kv_cache_usage: Annotated[float, Meta(ge=0.0, le=1.0)]
     steps: Annotated[list[MeasuredStep], Meta(max_length=1 << 20)] = []
     prompts: Annotated[list[PromptProgress], Meta(max_length=1 << 20)] | None = None
+    step_share: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

@@ -35,6 +35,8 @@ logger = logging.getLogger("vllm.dynaserve.placement")
 REPORT_EVERY_MS = 200.0
 _TRANSFER_MEMORY = 0.98
 """What a KV transfer still counts after the next one."""
+_SHARE_GAIN, _SHARE_TOLD = 0.1, 0.03
+"""Of an instance's step share: how fast a new one counts, and from which change on its timeline is told."""
 _PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
 _CANDIDATE = ("alpha", "beta", "split_token", "ttft_ms", "objective_ms")
 
@@ -100,7 +102,8 @@ class RequestProgress:
 
 @dataclass
 class RequestPlacer:
-    """tbt_slo_ms, ttft_slo_ms: of requests that name none. step_share: how much of an instance's TBT SLO a predicted step may take.
+    """tbt_slo_ms, ttft_slo_ms: of requests that name none. step_share: how much of its TBT SLO a predicted step of an instance may take
+    that has not told.
 
     predicts: whether the policy works with expected lengths; otherwise a request counts with its max_tokens. profile: learns the
     latency table, where the scheduler was given none.
@@ -114,6 +117,9 @@ class RequestPlacer:
     step_share: float = 1.0
     profile: FleetProfile | None = None
     _described: dict[str, tuple[InstanceDescription, bool]] = field(default_factory=dict)
+    _told_shares: dict[str, float] = field(default_factory=dict)
+    """Smoothed, by instance."""
+    _used_shares: dict[str, float] = field(default_factory=dict)
     _queries: dict[str, LengthQuery] = field(default_factory=dict)
     _slos: dict[str, Slo] = field(default_factory=dict)
     _replayed_tokens: dict[str, int] = field(default_factory=dict)
@@ -127,12 +133,13 @@ class RequestPlacer:
     def observe(self, instance_id: str, description: InstanceDescription, *, accepts_new: bool = True) -> None:
         """Adds an instance, with the limits that it describes, or says whether it takes new requests."""
         self._described[instance_id] = description, accepts_new
+        share = self._used_shares[instance_id] = self._told_shares.get(instance_id, self.step_share)
         limits = InstanceLimits(
             max_requests=description.max_num_seqs,
             max_step_tokens=description.max_num_batched_tokens,
             kv_tokens=description.num_blocks * description.block_size,
             min_prefill_tokens=description.min_prefill_tokens,
-            step_ms=math.inf if description.tbt_slo_ms is None else description.tbt_slo_ms * self.step_share,
+            step_ms=math.inf if description.tbt_slo_ms is None else description.tbt_slo_ms * share,
         )
         self.scheduler.observe(InstanceState(instance_id, accepts_new, limits, description.stock))
         # A whole-only instance is chosen by its load alone (cpp_scheduler, `ChooseWholeOnly`).
@@ -143,7 +150,8 @@ class RequestPlacer:
     def remove(self, instance_id: str) -> None:
         """The instance takes nothing any more; what is placed on it stays so until it is finished, or placed again."""
         self.scheduler.remove(instance_id)
-        self._described.pop(instance_id, None)
+        for known in (self._described, self._told_shares, self._used_shares):
+            known.pop(instance_id, None)
         self._caches.pop(instance_id, None)
 
     def place(self, facts: RequestFacts, now_ms: float) -> Decision | None:
@@ -189,7 +197,7 @@ class RequestPlacer:
                 cache.remember(prefix, held.tokens)
 
     def predict_end_ms(self, request_id: str, now_ms: float) -> float | None:
-        """Until a placed request ends, if nothing else comes; None under policies that do not predict."""
+        """Until a placed request ends, if others come as they did lately; None under policies that do not predict."""
         end_ms = self.scheduler.predict_end_ms(request_id, now_ms)
         return None if end_ms is None else end_ms - now_ms
 
@@ -245,7 +253,9 @@ class RequestPlacer:
         self.scheduler.parked(request_id, computed_tokens, now_ms)
 
     def learn_steps(self, instance_id: str, load: Load, now_ms: float) -> None:
-        """What an instance measured since its last report."""
+        """What an instance measured since its last report, and how it forms its steps."""
+        if load.step_share is not None:
+            self._hear_share(instance_id, load.step_share)
         for step in load.steps:
             shape = BatchShape(
                 prefill_tokens=step.prefill_tokens,
@@ -257,6 +267,17 @@ class RequestPlacer:
             if self.profile is not None and (table := self.profile.observe(shape, step.measured_ms, now_ms)) is not None:
                 logger.info("placing requests by the latencies of %d measured steps", self.profile.steps)
                 self._learn(table, now_ms)
+
+    def _hear_share(self, instance_id: str, share: float) -> None:
+        """An instance follows the errors of its predictions, step by step; its timeline is told what has lasted."""
+        known = self._described.get(instance_id)
+        if known is None:
+            return
+        before = self._told_shares.get(instance_id, share)
+        told = self._told_shares[instance_id] = before + _SHARE_GAIN * (share - before)
+        if abs(told / self._used_shares[instance_id] - 1.0) > _SHARE_TOLD:
+            description, accepts_new = known
+            self.observe(instance_id, description, accepts_new=accepts_new)
 
     def _learn(self, table: ProfileTable, now_ms: float) -> None:
         self.scheduler.learn(table, now_ms)

@@ -82,6 +82,12 @@ class StepPlanner:
         budget: PrefillBudget = choose_budget(table, shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
 
+    @property
+    def step_share(self) -> float | None:
+        """Of the time until a decode is due, what a step may take by prediction; None: nothing is predicted yet."""
+        table = self.profile.table
+        return None if table is None else self.margin.share(table.sigma)
+
     def prefill_ms(self, work: PrefillWork) -> float:
         """Of a prompt that is computed alone, in one step; 0 before anything was measured."""
         table = self.profile.table

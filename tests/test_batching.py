@@ -275,9 +275,11 @@ def test_first_tokens_are_counted_against_the_ttft_slo(make: Callable[..., Engin
 def reported(engine: Engine) -> BatchReport:
     """Everything that was reported since the last call."""
     reports = [msgspec.convert(carrier.kv_transfer_params[REPORT_KEY], BatchReport) for carrier in engine.carriers]
+    if not reports:
+        return BatchReport([], TokenCounts(), [], None)
     engine.carriers.clear()
     tokens = TokenCounts(*(sum(getattr(r.tokens, f.name) for r in reports) for f in dataclasses.fields(TokenCounts)))
-    return BatchReport([step for report in reports for step in report.steps], tokens, reports[-1].prompts if reports else [])
+    return BatchReport([step for report in reports for step in report.steps], tokens, reports[-1].prompts, reports[-1].step_share)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

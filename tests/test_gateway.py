@@ -310,7 +310,7 @@ def test_each_front_end_hears_how_far_its_own_prompts_are_after_its_tokens() -> 
         await until(lambda: len(instance.engine.added) == 3)
         step = StepReport(1.0, MeasuredStep(40, 800.0, 0, 0, 20.0), None, None, 40, "all_work", False)
         prompts = [PromptProgress("mine", 40), PromptProgress("theirs", 30)]
-        report = BatchReport([step], TokenCounts(), prompts)
+        report = BatchReport([step], TokenCounts(), prompts, 0.8)
         carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
         outputs = [carrier, EngineCoreOutput("answers", [7])]
         await instance.gateway.take(EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats(num_running_reqs=3)))
@@ -322,6 +322,7 @@ def test_each_front_end_hears_how_far_its_own_prompts_are_after_its_tokens() -> 
             assert told_one.load is not None
             assert told_one.load.prompts == own
             assert told_one.load.steps == [step.measured]
+            assert told_one.load.step_share == 0.8
         await told(second, [Reserved(40, 50, 80), Reserved(50, 50, 80)])
         first.close()
         second.close()

@@ -269,6 +269,30 @@ def test_the_cost_scale_follows_the_steps_of_its_instance() -> None:
     assert placed(scheduler, request("s"), 260_000.0).alpha.instance_id == "i1"
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_decodes_share_their_time_with_the_prompts_that_come_meanwhile(*, told: bool) -> None:
+    """Half of the steps are twice as long, since prompts are computed beside the decodes: of 3 parts of time, those have one."""
+    scheduler = fleet(Policy.dynamic, num_instances=1)
+    decodes = BatchShape(decodes=10, decode_context_tokens=5000)
+    alone_ms = A100.step_ms(decodes)
+    mixed = next(
+        shape
+        for tokens in range(1, 2000)
+        if A100.step_ms(shape := BatchShape(prefill_tokens=tokens, prefill_pairs=0.0, decodes=10, decode_context_tokens=5000))
+        >= 2 * alone_ms
+    )
+    for number in range(2000 if told else 0):
+        shape = mixed if number % 2 else decodes
+        scheduler.observe_step("i0", shape, A100.step_ms(shape), 20.0 * number)
+    now_ms = 40_000.0
+    prediction = placed(scheduler, request("r", 400, 1000), now_ms).prediction
+    assert prediction is not None
+    end_ms = scheduler.predict_end_ms("r", now_ms)
+    assert end_ms is not None
+    expected_ms = 999 * prediction.decode_step_ms * (1.5 if told else 1.0)
+    assert end_ms - now_ms - prediction.ttft_ms == pytest.approx(expected_ms, rel=0.05)
+
+
 def test_a_new_table_keeps_what_one_instance_takes_longer_than_another() -> None:
     scheduler = fleet(Policy.dynamic)
     shape = BatchShape(decodes=10, decode_context_tokens=5000)

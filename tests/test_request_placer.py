@@ -187,6 +187,27 @@ def test_what_a_request_emitted_before_it_was_placed_again_is_not_expected_again
     assert left_ms == pytest.approx(40 * ROOFLINE.step_ms(BatchShape(decodes=1, decode_context_tokens=600)), rel=0.03)
 
 
+def test_prompts_are_predicted_by_the_steps_that_the_instance_says_it_takes() -> None:
+    placer = placer_of(Policy.dynamic)
+    placer.remove("b")
+
+    def ttft_ms(share: float | None) -> float:
+        for _ in range(100):
+            placer.learn_steps("a", Load(1, 0, 0.0, step_share=share), 1000.0)
+        prediction = placed(placer, replace(facts("probe"), lengths=LengthQuery("m", "", 6000, 200, 30)), 1000.0).placement.prediction
+        placer.finish("probe", None, 1000.0)
+        assert prediction is not None
+        return prediction.ttft_ms
+
+    for number in range(8):
+        placed(placer, replace(facts(f"decodes {number}"), lengths=LengthQuery("m", "", 10, 2000, 2000)), 0.0)
+    untold_ms = ttft_ms(None)
+    assert ttft_ms(1.0) == untold_ms
+    assert ttft_ms(0.4) > 1.2 * untold_ms
+    assert ttft_ms(1.0) == pytest.approx(untold_ms, rel=0.02)
+    placer.learn_steps("unknown", Load(1, 0, 0.0, step_share=0.5), 1000.0)
+
+
 def test_prompts_are_predicted_by_the_slo_of_the_instance_not_by_that_of_the_requests() -> None:
     def ttft_ms(tbt_slo_ms: float | None) -> float:
         placer = RequestPlacer(GlobalScheduler(Options(Policy.dynamic), ProfileTable(ROOFLINE)), LengthPredictor(), predicts=True)

@@ -127,10 +127,11 @@ class SloScheduler(ResumingFirst):
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        plan = self.prepare_step(self.clock())
+        began_s = self.clock()
+        plan = self.prepare_step(began_s)
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
-            self.accounts.begin(output, shape_of(output, self.requests), plan, self.clock())
+            self.accounts.begin(output, shape_of(output, self.requests), plan, began_s)
         return output
 
     def prepare_step(self, now_s: float) -> StepPlan:

@@ -429,10 +429,10 @@ class Gateway:
             self.reservations.computed(prompt.request_id, prompt.computed_tokens)
         if self.load is None:
             return
-        steps = [step.measured for step in report.steps]
+        load = msgspec.structs.replace(self.load, steps=[step.measured for step in report.steps], step_share=report.step_share)
         for identity in self.sessions.identities:
             own = [prompt for prompt in report.prompts if self.routes.get(prompt.request_id) == identity]
-            await self._send(identity, Step([], msgspec.structs.replace(self.load, steps=steps, prompts=own), time.monotonic()))
+            await self._send(identity, Step([], msgspec.structs.replace(load, prompts=own), time.monotonic()))
 
     async def _send(self, identity: bytes, message: FromInstance, frames: Sequence[Any] = ()) -> None:
         """To a front-end that has gone: what it has asked for is aborted."""

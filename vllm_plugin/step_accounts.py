@@ -39,7 +39,7 @@ class _UnderWay:
     shape: BatchShape
     plan: StepPlan
     predicted_ms: float | None
-    scheduled_s: float
+    began_s: float
 
 
 @dataclass
@@ -82,11 +82,12 @@ class StepAccounts:
         self._under_way.append(_UnderWay(output, shape, plan, predicted_ms, now_s))
 
     def end(self, output: SchedulerOutput, now_s: float) -> None:
-        """A step lasts from the end of its scheduling, or of the step before it when several are under way, to its update."""
+        """A step lasts from when its batch begins to be formed, or from the end of the step before it when several are under way, to its
+        update: decodes wait for all of that."""
         if not self._under_way or self._under_way[0].output is not output:
             return
         step = self._under_way.popleft()
-        took_ms = 1e3 * (now_s - max(step.scheduled_s, self._last_end_s))
+        took_ms = 1e3 * (now_s - max(step.began_s, self._last_end_s))
         self._last_end_s = now_s
         if took_ms <= 0:
             return
@@ -112,7 +113,7 @@ class StepAccounts:
             self.log.flush()
         if self.keeper is not None:
             self.keeper.save_now_and_then(now_s, resting=resting)
-        return BatchReport(steps, self.deadlines.take_counts(), prompts())
+        return BatchReport(steps, self.deadlines.take_counts(), prompts(), self.planner.step_share)
 
     def close(self) -> None:
         if self.keeper is not None:

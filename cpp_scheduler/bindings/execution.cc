@@ -98,8 +98,9 @@ void BindExecution(nb::module_& m) {
            "Prefill tokens that are admitted or wait.")
       .def("find", &ExecutionPredictor::Find, "key"_a, "now_ms"_a,
            "A request as it stands now; None: it is not there (any more).")
-      .def("predict_end_ms", &ExecutionPredictor::PredictEndMs, "key"_a, "now_ms"_a,
-           "When it would end if nothing else came; None: it is not there (any more).")
+      .def("predict_rest", &ExecutionPredictor::PredictRest, "key"_a, "now_ms"_a,
+           "What would become of it from now on if nothing else came; None: it is not there (any "
+           "more).")
       .def("change", &ExecutionPredictor::Change, "changed"_a, "now_ms"_a,
            "Gives the request of that key other work, in its place; False: it is not there, or "
            "decodes already.\nValueError: as `predict`.")

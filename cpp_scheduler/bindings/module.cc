@@ -232,8 +232,8 @@ void BindScheduler(nb::module_& m) {
           "All that other front-ends have on the instance now.\nValueError: a token count is "
           "negative or above 2^40.")
       .def("predict_end_ms", &Scheduler::PredictEndMs, "request_id"_a, "now_ms"_a,
-           "When a placed request would end if nothing else came; None under policies that do not "
-           "predict, or where it should have ended.")
+           "When a placed request would end if others came as they did lately; None under policies "
+           "that do not predict, or where it should have ended.")
       .def("revise", &Scheduler::Revise, "request_id"_a, "now_ms"_a,
            "Whether the hand-off of a request should come elsewhere, or not at all, and enters it; "
            "None: it stays.")

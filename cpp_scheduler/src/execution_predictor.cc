@@ -219,10 +219,10 @@ std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double
   return std::nullopt;
 }
 
-std::optional<double> ExecutionPredictor::PredictEndMs(std::uint64_t key, double now_ms) {
+std::optional<Forecast> ExecutionPredictor::PredictRest(std::uint64_t key, double now_ms) {
   if (!Find(key, now_ms)) return std::nullopt;
   scratch_ = base_;
-  return Run(scratch_, key, Horizon::kEnd, nullptr).end_ms;
+  return Run(scratch_, key, Horizon::kEnd, nullptr);
 }
 
 bool ExecutionPredictor::Change(const VirtualRequest& changed, double now_ms) {

@@ -16,6 +16,9 @@ constexpr double kRecentMs = 10'000.0;
 constexpr double kScaleGain = 0.05;
 constexpr double kMostScaleStep = 0.5;
 constexpr double kScaleTold = 0.01;
+// Of the time of decodes that prefill takes: what so little experience says, and a bound.
+constexpr double kNoShareMs = 500.0;
+constexpr double kMostPrefillShare = 0.8;
 
 std::int64_t OutputsOf(const RequestSpec& request) {
   return std::min(request.expected_output_tokens, request.max_output_tokens);
@@ -348,7 +351,31 @@ std::optional<double> LiveFleet::PredictEndMs(const std::string& request_id, dou
   const std::size_t last = entry.parts.size() - 1;
   const auto instance = instances_.find(entry.parts[last].instance_id);
   if (instance == instances_.end()) return std::nullopt;
-  return instance->second.predictor->PredictEndMs(KeyOf(entry.ordinal, last), now_ms);
+  const auto rest = instance->second.predictor->PredictRest(KeyOf(entry.ordinal, last), now_ms);
+  if (!rest) return std::nullopt;
+  const double decodes_from_ms =
+      rest->prefill_end_ms < rest->end_ms ? rest->prefill_end_ms : now_ms;
+  const double own_share = 1.0 - PrefillShare(instance->second, now_ms);
+  return decodes_from_ms + (rest->end_ms - decodes_from_ms) / own_share;
+}
+
+double LiveFleet::PrefillShare(const Instance& instance, double now_ms) {
+  const double kept = std::exp(-(now_ms - instance.told_ms) / kRecentMs);
+  const double share =
+      kept * instance.recent_prefill_ms / (kept * instance.recent_step_ms + kNoShareMs);
+  return std::min(share, kMostPrefillShare);
+}
+
+void LiveFleet::CountStep(Instance& instance, const BatchShape& shape, double measured_ms,
+                          double now_ms) {
+  if (shape.decodes == 0) return;
+  const BatchShape decodes{0, 0.0, shape.decodes, shape.decode_context_tokens};
+  const double alone_ms = std::exp(instance.log_scale) * table_->StepMs(decodes);
+  const double beside_ms = shape.prefill_tokens > 0 ? measured_ms - alone_ms : 0.0;
+  const double kept = std::exp(-(now_ms - instance.told_ms) / kRecentMs);
+  instance.told_ms = now_ms;
+  instance.recent_step_ms = kept * instance.recent_step_ms + measured_ms;
+  instance.recent_prefill_ms = kept * instance.recent_prefill_ms + std::max(0.0, beside_ms);
 }
 
 void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> progress,
@@ -595,6 +622,7 @@ void LiveFleet::ObserveStep(const InstanceId& instance_id, const BatchShape& sha
   const double error = std::log(measured_ms / table_ms) - instance.log_scale;
   instance.has_told_steps = true;
   instance.log_scale += kScaleGain * std::clamp(error, -kMostScaleStep, kMostScaleStep);
+  CountStep(instance, shape, measured_ms, now_ms);
   ExecutionPredictor& predictor = *instance.predictor;
   if (std::abs(instance.log_scale - std::log(predictor.cost_scale())) > kScaleTold) {
     predictor.SetCostScale(std::exp(instance.log_scale), now_ms);

@@ -102,7 +102,7 @@ TEST(RandomCallsKeepTheBooks) {
       } else if (action < 8) {
         std::vector<Progress> progress;
         for (const std::string& request : live)
-          progress.push_back({request, draw(4000), draw(500)});
+          progress.push_back({request, draw(4000), draw(500), draw(3) > 0});
         scheduler.Report(instance, progress, now_ms);
       } else if (action < 15 && !live.contains(id)) {
         RequestSpec request{id, draw(4000), 1 + draw(400), 1 + draw(400), {}, draw(8) > 0, 0, {}};

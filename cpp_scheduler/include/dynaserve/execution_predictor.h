@@ -119,8 +119,8 @@ class ExecutionPredictor {
   // A request as it stands now by the prediction; nullopt: it is not there (any more).
   std::optional<VirtualRequest> Find(std::uint64_t key, double now_ms);
 
-  // When it would end if nothing else came; nullopt: it is not there (any more).
-  std::optional<double> PredictEndMs(std::uint64_t key, double now_ms);
+  // What would become of it from now on if nothing else came; nullopt: it is not there (any more).
+  std::optional<Forecast> PredictRest(std::uint64_t key, double now_ms);
 
   // Gives the request of that key other work, in its place: what it has computed, and what is left
   // (at least one token).  False: it is not there, or decodes already.  Throws as Predict().

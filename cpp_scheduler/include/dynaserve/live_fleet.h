@@ -57,7 +57,8 @@ class LiveFleet {
   // Takes it off; unknown ids are ignored.
   void Finish(const std::string& request_id, double now_ms);
 
-  // When the request would end if nothing else came, as it is expected to go on; nullopt: it is not
+  // When the request would end, as it is expected to go on: its decodes share their time with the
+  // prompts of those who come meanwhile, as those of its instance did lately.  nullopt: it is not
   // there, or should have ended.
   std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
 
@@ -109,6 +110,11 @@ class LiveFleet {
     std::int64_t others_promised = 0;
     double log_scale = 0.0;
     bool has_told_steps = false;
+    // Of the recent past, of steps with decodes, faded until told_ms: what they took, and what of
+    // that the prefill beside the decodes took.
+    double told_ms = 0.0;
+    double recent_step_ms = 0.0;
+    double recent_prefill_ms = 0.0;
   };
   struct Part {
     InstanceId instance_id;
@@ -135,6 +141,8 @@ class LiveFleet {
                         double now_ms);
   SearchOptions Circumstances(std::size_t instances, double now_ms) const;
   SearchInstance Seen(Instance& instance, std::int64_t own_promise) const;
+  void CountStep(Instance& instance, const BatchShape& shape, double measured_ms, double now_ms);
+  static double PrefillShare(const Instance& instance, double now_ms);
   static bool MayLook(Instance& alpha, const Entry& entry, double now_ms);
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);

@@ -47,8 +47,8 @@ class Scheduler {
   // Releases what Place() reserved.  Unknown ids are ignored: a retry may finish twice.
   void Finish(const std::string& request_id, double now_ms = 0.0);
 
-  // When a placed request would end if nothing else came, in the time of now_ms; nullopt under
-  // policies that do not predict, or where it should have ended.
+  // When a placed request would end if others came as they did lately, in the time of now_ms;
+  // nullopt under policies that do not predict, or where it should have ended.
   std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
 
   // Actual progress on an instance replaces the predicted; nothing happens under policies that do
