@@ -69,7 +69,7 @@ def random_search(seed: int) -> tuple[list[SearchInstance], SearchRequest, Searc
     )
     options = SearchOptions(
         hand_off_ms=rng.choice([1.0, 8.0]),
-        kv_token_ms=rng.choice([0.0, 0.01]),
+        kv_token_ms=rng.choice([0.0, 0.01, 0.05]),
         hand_off_price_ms=rng.choice([0.0, 20.0]),
         arrivals_per_ms=rng.choice([0.0, 0.001, 0.004]),
         lost_share=0.15,
@@ -137,6 +137,23 @@ def test_gathered_decodes_take_prefill_from_the_free_instance() -> None:
     choice = SplitSearch().find(two(decodes=60), request_of(3000), BUSY, NOW_MS)
     assert (choice.alpha, choice.beta) == (1, 0)
     assert 1500 <= choice.split_token < 3000
+
+
+@pytest.mark.parametrize(("step_tokens", "waited_for"), [(8192, 1000), (256, 232)])
+def test_the_kv_of_the_last_step_of_an_alpha_is_waited_for(step_tokens: int, waited_for: int) -> None:
+    """That of the steps before it has moved while they ran."""
+    table = ProfileTable(A100)
+    instances = [SearchInstance(ExecutionPredictor(table, InstanceLimits(max_step_tokens=step_tokens))) for _ in range(2)]
+
+    def hand_off_ms(kv_token_ms: float) -> float:
+        options = SearchOptions(hand_off_ms=3.0, kv_token_ms=kv_token_ms)
+        return SplitSearch().try_cut(instances, 0, 1, 1000, request_of(1500), options, NOW_MS).hand_off_ms
+
+    assert hand_off_ms(0.04) - hand_off_ms(0.0) == pytest.approx(0.04 * waited_for)
+    in_answer = SearchOptions(hand_off_ms=3.0, kv_token_ms=0.04)
+    late = SplitSearch().try_cut(instances, 0, 1, 1600, request_of(1500), in_answer, NOW_MS)
+    without = SplitSearch().try_cut(instances, 0, 1, 1600, request_of(1500), SearchOptions(hand_off_ms=3.0), NOW_MS)
+    assert late.hand_off_ms - without.hand_off_ms == pytest.approx(0.04)
 
 
 def test_an_idle_fleet_cuts_nothing() -> None:

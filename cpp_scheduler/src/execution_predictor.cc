@@ -459,8 +459,11 @@ void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended
     left -= taken;
     request.prefill_tokens -= taken;
     request.context_tokens += taken;
-    if (request.key == watched_ && watched_steps_ != nullptr && taken > 0) {
-      watched_steps_->push_back({state.now_ms, request.context_tokens});
+    if (request.key == watched_ && taken > 0) {
+      watched_forecast_.last_prefill_tokens = taken;
+      if (watched_steps_ != nullptr) {
+        watched_steps_->push_back({state.now_ms, request.context_tokens});
+      }
     }
     if (request.prefill_tokens > 0) {
       state.prefills[kept++] = prefill;

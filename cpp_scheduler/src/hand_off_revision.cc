@@ -53,10 +53,11 @@ class Look {
     rest.decode_tokens = 0;
     const auto first = pending_.alpha.predictor->PredictChange(rest, now_ms_, Horizon::kEnd);
     if (!first) return {};
-    const double moved_ms =
-        now_ms_ + options_.kv_token_ms * static_cast<double>(rest.prefill_tokens);
+    Forecast from_now = *first;
+    from_now.start_ms = std::max(first->start_ms, now_ms_);
     Cut cut;
-    cut.hand_off_ms = std::max(first->end_ms, moved_ms) + options_.hand_off_ms;
+    cut.hand_off_ms = SplitSearch::KvThereMs(from_now, rest.prefill_tokens, options_.kv_token_ms) +
+                      options_.hand_off_ms;
     const auto second = pending_.beta.predictor->PredictChange(
         {pending_.beta_key, split_token, request_.prompt_tokens - split_token,
          end_token_ - request_.prompt_tokens, cut.hand_off_ms},

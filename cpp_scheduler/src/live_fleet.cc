@@ -303,8 +303,8 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
     ready_ms = now_ms + placement.prediction->hand_off_ms;
   } else if (const auto found = instances_.find(placement.alpha.instance_id);
              found != instances_.end()) {
-    ready_ms = found->second.predictor->Predict(alpha, now_ms, Horizon::kEnd).end_ms +
-               options_.hand_off_ms;
+    const Forecast forecast = found->second.predictor->Predict(alpha, now_ms, Horizon::kEnd);
+    ready_ms = SplitSearch::KvThereMs(forecast, split, options_.kv_token_ms) + options_.hand_off_ms;
   }
   EnterPart(entry, 0, placement.alpha.instance_id, alpha, 0, now_ms);
   const std::int64_t rest = std::max<std::int64_t>(0, request.prompt_tokens - split);
@@ -544,7 +544,10 @@ void LiveFleet::Recut(const std::string& request_id, std::optional<std::int64_t>
       rest.key = key;
       if (rest.prefill_tokens + rest.decode_tokens > 0) {
         const auto forecast = predictor.PredictChange(rest, now_ms, Horizon::kEnd);
-        if (forecast) ready_ms = forecast->end_ms + options_.hand_off_ms;
+        if (forecast) {
+          ready_ms = SplitSearch::KvThereMs(*forecast, rest.prefill_tokens, options_.kv_token_ms) +
+                     options_.hand_off_ms;
+        }
       }
     }
   }

@@ -64,6 +64,10 @@ struct SplitSearch::Sketch {
                    : 0.0;
     return steps * full_step_ms + last_ms;
   }
+  // Of the last step of so many tokens.
+  double LastTokens(double tokens) const {
+    return tokens - full_step_tokens * std::max(0.0, std::ceil(tokens / full_step_tokens) - 1.0);
+  }
   double TokenMs() const { return full_step_ms / full_step_tokens; }
   double PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
                       std::int64_t context_tokens) const;
@@ -188,8 +192,10 @@ double SplitSearch::GuessCut(const Sketch& alpha, const Sketch& beta, std::int64
   const auto split = static_cast<double>(split_token);
   const double alpha_ms = alpha.PrefillMs(split - cached);
   const double beta_ms = beta.PrefillMs(static_cast<double>(request.prompt_tokens - split_token));
-  const double moved_ms = options.kv_token_ms * split;
-  const double ready_ms = alpha.begins_ms + std::max(alpha_ms, moved_ms) + options.hand_off_ms;
+  const double moved_ms =
+      std::max(alpha_ms + options.kv_token_ms * alpha.LastTokens(split - cached),
+               options.kv_token_ms * split);
+  const double ready_ms = alpha.begins_ms + moved_ms + options.hand_off_ms;
   // A beta waits for the step that runs when it becomes ready: half a step on average.
   const double start_ms = std::max(beta.begins_ms, ready_ms + 0.5 * beta.decode_step_ms);
   return PriceCut({alpha.begins_ms, alpha_ms, beta.queue_ms, beta_ms, start_ms + beta_ms}, beta,
@@ -251,9 +257,8 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
       AlphaOf(request, split_token, instances[alpha].cached_tokens, now_ms);
   const bool in_answer = split_token >= request.prompt_tokens;
   const Forecast computed = instances[alpha].predictor->Predict(first, now_ms, Horizon::kEnd);
-  const double moved_ms =
-      computed.start_ms + options.kv_token_ms * static_cast<double>(split_token);
-  const double ready_ms = std::max(computed.end_ms, moved_ms) + options.hand_off_ms;
+  const double ready_ms =
+      KvThereMs(computed, split_token, options.kv_token_ms) + options.hand_off_ms;
   const std::int64_t end = std::max(
       ComputedTokens(request.prompt_tokens, request.expected_output_tokens), split_token + 1);
   const Forecast continued = instances[beta].predictor->Predict(
@@ -404,7 +409,12 @@ struct SplitSearch::Prefilling {
   std::int64_t first_token;
   double start_ms;
 
-  double TookMs(std::int64_t token) const {
+  struct Took {
+    double ms;
+    std::int64_t last_tokens;  // of the step that computes the last one
+  };
+  double TookMs(std::int64_t token) const { return UpTo(token).ms; }
+  Took UpTo(std::int64_t token) const {
     const auto ends_before = [](const PrefillStep& step, std::int64_t t) {
       return step.computed_tokens < t;
     };
@@ -414,9 +424,9 @@ struct SplitSearch::Prefilling {
     const double began_ms = is_first ? start_ms : std::prev(step)->end_ms;
     const std::int64_t began = is_first ? first_token : std::prev(step)->computed_tokens;
     const std::int64_t until = std::clamp(token, began + 1, step->computed_tokens);
-    return began_ms - start_ms +
-           sketch.PartOfStepMs(step->end_ms - began_ms, until - began,
-                               step->computed_tokens - began, began);
+    const double part_ms = sketch.PartOfStepMs(step->end_ms - began_ms, until - began,
+                                               step->computed_tokens - began, began);
+    return {began_ms - start_ms + part_ms, until - began};
   }
 };
 
@@ -428,8 +438,10 @@ struct SplitSearch::PairChart {
 
   double BeatMs() const { return beta.sketch.decode_step_ms; }
   double ReadyMs(std::int64_t split) const {
-    const double moved_ms = kv_token_ms * static_cast<double>(split);
-    return alpha.start_ms + std::max(alpha.TookMs(split), moved_ms) + hand_off_ms;
+    const Prefilling::Took took = alpha.UpTo(split);
+    const double last_ms = took.ms + kv_token_ms * static_cast<double>(took.last_tokens);
+    const double moved_ms = std::max(last_ms, kv_token_ms * static_cast<double>(split));
+    return alpha.start_ms + moved_ms + hand_off_ms;
   }
   // A beta that waits for no queue starts as the step ends that runs when it is ready: these follow
   // each other from one that is known.
@@ -494,13 +506,13 @@ void SplitSearch::DraftAlphaSteps(const PairChart& chart, Drafted draft) {
     const std::int64_t tokens = step.computed_tokens - began;
     const double whole_ms = step.end_ms - began_ms;
     const auto ready_with = [&](std::int64_t part) {
-      return began_ms + chart.hand_off_ms +
+      return began_ms + chart.hand_off_ms + chart.kv_token_ms * static_cast<double>(part) +
              chart.alpha.sketch.PartOfStepMs(whole_ms, part, tokens, began);
     };
     const double beat_ms = chart.BeatMs();
     if (beat_ms > kLeastBeat * whole_ms) {
       const double beats = std::ceil((ready_with(1) - chart.beta.start_ms) / beat_ms);
-      const double last_ms = step.end_ms + chart.hand_off_ms;
+      const double last_ms = ready_with(tokens);
       double at_ms = chart.beta.start_ms + beats * beat_ms;
       for (; at_ms < last_ms; at_ms += beat_ms) {
         std::int64_t enough = 1, too_many = tokens;

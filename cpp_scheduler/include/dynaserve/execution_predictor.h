@@ -75,6 +75,7 @@ struct Forecast {
   double prefill_end_ms = std::numeric_limits<double>::infinity();
   double end_ms = std::numeric_limits<double>::infinity();
   double longest_step_ms = 0.0;  // of the steps it was part of, as far as they were simulated
+  std::int64_t last_prefill_tokens = 0;  // of its prefill, what the last of those computed
 
   bool operator==(const Forecast&) const = default;
 };

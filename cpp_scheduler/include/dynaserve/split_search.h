@@ -4,6 +4,7 @@
 // exact predictions of cuts, and kWholeProbes of whole runs, decide.  Nothing is reserved.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -38,7 +39,7 @@ struct SearchRequest {
 // What the search knows beside the instances.
 struct SearchOptions {
   double hand_off_ms = 5.0;            // from alpha's last token to beta's readiness, at the least
-  double kv_token_ms = 0.0;            // to move the KV of a token; it overlaps with alpha's steps
+  double kv_token_ms = 0.0;            // to move the KV of a token (KvThereMs)
   double hand_off_price_ms = 20.0;     // what a cut has to gain, and this share of its TTFT:
   double hand_off_price_share = 0.05;  // predictions err
   std::int64_t least_part_tokens = 16;
@@ -88,6 +89,15 @@ class SplitSearch {
 
   // What the last Find() predicted exactly, in that order.
   std::span<const Tried> tried() const { return tried_; }
+
+  // When beta has the KV of alpha's tokens.  It leaves step by step: that of the last step, once it
+  // is over, which of a prompt in one step is all.
+  static double KvThereMs(const Forecast& alpha, std::int64_t tokens, double kv_token_ms) {
+    const bool in_answer = alpha.end_ms > alpha.prefill_end_ms;
+    const std::int64_t last = in_answer ? 1 : alpha.last_prefill_tokens;
+    return std::max(alpha.start_ms + kv_token_ms * static_cast<double>(tokens),
+                    alpha.end_ms + kv_token_ms * static_cast<double>(last));
+  }
 
   // Exact predictions of one candidate: Find() decides by them, and the oracle of the tests tries
   // every cut.  split_token: in [1, prompt_tokens - 1], or, inside the answer, from
