@@ -426,6 +426,7 @@ def test_what_waits_on_a_connection_that_is_cut_goes_on_with_the_next(apart: tup
     finish = first[0].start(*first[1:])
     wait_until_inside(first[0], "send" if waiting == "push" else "receive")
     cut(apart[victim])
+    time.sleep(0.2)  # Gloo may forget a send of this very moment (`torch_channel.Channel`), and here nothing times out
     second[0].call(*second[1:])
     finish()
     assert_moves(a, b, 4, 5)

@@ -27,7 +27,8 @@ class Channel:
     meet_timeout_s: of one step of the other end's coming (Gloo).
     `send` and `receive` return when the tensor may be reused; they raise RuntimeError when the peer is gone, the channel
     is ended, or nothing moves for `timeout_s`; then the channel is of no more use.  A message must not be longer than the
-    tensor that receives it: Gloo ends the *process* that gets more bytes than it expects.
+    tensor that receives it: Gloo ends the *process* that gets more bytes than it expects.  And it forgets a send that its own thread
+    begins, as the receiver has become ready, on a connection that was reset just before (by its pair.cc): the timeout ends that.
     """
 
     def __init__(
