@@ -392,6 +392,25 @@ def test_of_a_prompt_that_waits_what_is_cached_is_not_computed() -> None:
     assert expected_ttft_ms(scheduler, 50.0) == pytest.approx(before_ms, rel=0.01)
 
 
+def test_a_hand_off_may_move_to_before_what_is_cached_of_a_prompt_that_waits() -> None:
+    scheduler = fleet(Policy.dynamic)
+    cached = [CachedPrefix(f"i{number}", 2000) for number in range(2)]
+    placement = placed(scheduler, request("r", 4000, 100, forced_split=3000, cached=cached), 0.0)
+    scheduler.recut("r", 1000, 1.0)
+    not_begun = Progress(request_id="r", computed_tokens=0, expected_output_tokens=100, begun=False)
+    scheduler.report(placement.alpha.instance_id, [not_begun], 50.0)
+    assert expected_ttft_ms(scheduler, 50.0) > 0
+    scheduler.check_invariants()
+
+
+def test_a_new_table_does_not_end_the_step_under_way() -> None:
+    scheduler = fleet(Policy.dynamic, num_instances=1)
+    placed(scheduler, request("long", 8000, 1), 0.0)
+    before_ms = expected_ttft_ms(scheduler, 10.0)
+    scheduler.learn(A100, 10.0)
+    assert expected_ttft_ms(scheduler, 10.0) == pytest.approx(before_ms, rel=0.01)
+
+
 def test_a_beta_that_waits_for_its_kv_stays_where_it_is() -> None:
     scheduler = fleet(Policy.dynamic)
     placement = placed(scheduler, request("r", 4000, 100, forced_split=3000), 0.0)

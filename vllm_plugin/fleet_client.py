@@ -540,11 +540,13 @@ class FleetClient(Failover):
         for live in lives:
             flow, record, name = live.flow, live.flow.record, live.internal_id
             part = record.beta if flow.state is State.BETA else record.alpha
-            if flow.state not in (State.WHOLE, State.ALPHA, State.BETA) or part is None or part.instance != instance:
+            runs = flow.state in (State.WHOLE, State.BETA) or (flow.state is State.ALPHA and flow.parked_at is None)
+            if not runs or part is None or part.instance != instance:
                 continue
+            replayed = record.lost_attempts[-1].output_tokens if record.lost_attempts else 0
             if name in prompts:
                 yield RequestProgress(name, prompts[name], record.output_tokens)
-            elif record.output_tokens:
+            elif record.output_tokens > replayed:
                 yield RequestProgress(name, record.prompt_tokens + record.output_tokens - 1, record.output_tokens)
             elif told is not None and flow.state is not State.BETA:
                 yield RequestProgress(name, 0, 0, begun=False)

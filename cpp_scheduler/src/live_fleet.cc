@@ -112,7 +112,8 @@ void LiveFleet::Install(Instance& instance, std::unique_ptr<ExecutionPredictor> 
   if (instance.log_scale != 0.0) predictor->SetCostScale(std::exp(instance.log_scale), now_ms_);
   if (instance.predictor) {
     instance.predictor->Snapshot(now_ms_, running_, waiting_);
-    predictor->Replace(running_, waiting_, now_ms_);
+    // The step under way counts as computed, so the next one begins at its end.
+    predictor->Replace(running_, waiting_, std::max(now_ms_, instance.predictor->next_step_ms()));
   }
   instance.predictor = std::move(predictor);
 }
@@ -400,9 +401,9 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
       if (side == 1 || std::ranges::any_of(waiting_, same)) continue;
       std::erase_if(running_, same);
       const bool is_whole = entry.parts.size() == 1;
-      VirtualRequest rest =
-          RestUpTo(entry.request, is_whole ? EndToken(entry.request) : entry.split_token,
-                   entry.cached_tokens);
+      const std::int64_t end = is_whole ? EndToken(entry.request) : entry.split_token;
+      // A hand-off may have moved to before the end of what is cached: one token is computed anyway.
+      VirtualRequest rest = RestUpTo(entry.request, end, std::min(entry.cached_tokens, end - 1));
       rest.key = key;
       rest.ready_ms = now_ms;
       sent_back_.push_back(rest);

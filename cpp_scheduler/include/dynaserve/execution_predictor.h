@@ -143,6 +143,9 @@ class ExecutionPredictor {
   void SetCostScale(double cost_scale, double now_ms);
   double cost_scale() const { return cost_scale_; }
 
+  // When the step that is predicted to be under way ends, by the time that was last told.
+  double next_step_ms() const { return base_.now_ms; }
+
   // When the first prefill token of a request that came now could be computed, at the earliest.
   double PrefillFreeMs(double now_ms);
 
