@@ -402,7 +402,8 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
       std::erase_if(running_, same);
       const bool is_whole = entry.parts.size() == 1;
       const std::int64_t end = is_whole ? EndToken(entry.request) : entry.split_token;
-      // A hand-off may have moved to before the end of what is cached: one token is computed anyway.
+      // A hand-off may have moved to before the end of what is cached: one token is computed
+      // anyway.
       VirtualRequest rest = RestUpTo(entry.request, end, std::min(entry.cached_tokens, end - 1));
       rest.key = key;
       rest.ready_ms = now_ms;
