@@ -24,11 +24,25 @@ from dynaserve.step_latency import (
 
 @dataclass(frozen=True, slots=True)
 class RunningDecodes:
-    """The decodes of the next step. due_s: when the first of them has to be there (its last token's time plus its TBT SLO)."""
+    """The decodes of the next step. due_s: when the first of them has to be there (its last token's time plus its TBT SLO).
+
+    draft_tokens: what they speculate, together, which is computed as prefill is. draft_pairs: as `BatchShape.prefill_pairs`.
+    """
 
     number: int
     context_tokens: int
     due_s: float
+    draft_tokens: int = 0
+    draft_pairs: float = 0.0
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(
+            prefill_tokens=self.draft_tokens,
+            prefill_pairs=self.draft_pairs,
+            decodes=self.number,
+            decode_context_tokens=self.context_tokens,
+        )
 
 
 _AT_LIMIT = (BudgetReason.step_limit, BudgetReason.efficiency, BudgetReason.minimum_share)
@@ -50,7 +64,8 @@ class StepPlan:
 class StepPlanner:
     """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline.
 
-    unprofiled_prefill_tokens: beside decodes, while too few steps were measured to predict one.
+    unprofiled_prefill_tokens: beside decodes, while too few steps were measured to predict one. speculated_tokens: of each decode,
+    at most.
     """
 
     profile: LiveProfile
@@ -58,6 +73,7 @@ class StepPlanner:
     min_prefill_tokens: int
     unprofiled_prefill_tokens: int
     margin: DeadlineMargin = field(default_factory=DeadlineMargin)
+    speculated_tokens: int = 0
 
     def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:
         """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
@@ -65,7 +81,7 @@ class StepPlanner:
         if table is not None and predicted_ms is not None and shape.decodes:
             self.margin.count(shape.decodes, at_limit=plan.reason in _AT_LIMIT)
             # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
-            if shape.prefill_tokens:
+            if plan.prefill_tokens:
                 self.margin.observe(predicted_ms, measured_ms, table.sigma)
         self.profile.observe(shape, measured_ms)
 
@@ -77,9 +93,8 @@ class StepPlanner:
         limit_ms = math.inf
         if decodes.number:
             limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * self.margin.share(table.sigma)
-        shape = BatchShape(decodes=decodes.number, decode_context_tokens=decodes.context_tokens)
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self.max_tokens, min_prefill_tokens=self.min_prefill_tokens)
-        budget: PrefillBudget = choose_budget(table, shape, waiting, limits)
+        budget: PrefillBudget = choose_budget(table, decodes.shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
 
     @property
@@ -104,10 +119,12 @@ class StepPlanner:
         table = self.profile.table
         if table is None:
             return True
-        shape = BatchShape(decodes=decodes, decode_context_tokens=context_tokens)
+        pairs = float(self.speculated_tokens * context_tokens)
+        shape = RunningDecodes(decodes, context_tokens, math.inf, decodes * self.speculated_tokens, pairs).shape
         return table.step_ms(shape) <= slo_ms * self.margin.share(table.sigma)
 
     def _unprofiled(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork]) -> StepPlan:
         most = self.unprofiled_prefill_tokens if decodes.number else self.max_tokens
-        tokens = min(most, max(0, self.max_tokens - decodes.number), sum(work.tokens for work in waiting))
+        room = max(0, self.max_tokens - decodes.number - decodes.draft_tokens)
+        tokens = min(most, room, sum(work.tokens for work in waiting))
         return StepPlan(tokens, math.inf, None, None, late=False)

@@ -415,6 +415,23 @@ def test_tokens_that_decodes_speculate_are_counted(make: Callable[..., Engine]) 
     engine.run()
 
 
+def test_steps_of_decodes_that_speculate_are_learnt_as_such(make: Callable[..., Engine]) -> None:
+    engine = make(draft_tokens=3)
+    engine.learn()
+    reported(engine)
+    sigmas = engine.scheduler.accounts.planner.margin.sigmas
+    for i in range(5):
+        engine.add(f"decode-{i}", 20, 200)
+        engine.add(f"long-{i}", 2000, 1)
+    engine.run()
+    steps = reported(engine).steps
+    assert any(step.measured.decodes == 5 and step.measured.prefill_tokens == 15 for step in steps)
+    beside = [step for step in steps if step.limit_ms is not None and step.measured.prefill_tokens > 100]
+    assert beside
+    assert all(step.predicted_ms == pytest.approx(step.measured.measured_ms, rel=0.2) for step in beside)
+    assert engine.scheduler.accounts.planner.margin.sigmas != sigmas, "it is learnt from these steps, too"
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_every_prompt_gets_its_turn_however_many_come(make: Callable[..., Engine], pipelined: bool) -> None:
     engine = make(tbt_slo_ms=40.0, pipelined=pipelined)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from tests.virtual_engine import Engine
+from tests.virtual_engine import BLOCK, Engine
 from vllm_plugin.heart import REST_S
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
@@ -149,6 +149,15 @@ def test_the_step_that_resumes_a_beta_is_short_if_its_tokens_came_long_before_it
         assert scheduled["beta"] == 1
         sizes[waited] = scheduled["prompt"]
     assert sizes[4] < 0.8 * sizes[1]
+
+
+def test_blocks_are_taken_back_for_whole_chunks_however_small_the_last_one_was(tmp_path: Path) -> None:
+    engine = instance(tmp_path, tbt_slo_ms=40.0)
+    decode(engine, 1)
+    engine.add("prompt", 3000, 1)
+    engine.step()
+    assert engine.step()["prompt"] < 200
+    assert engine.scheduler._blocks_of_this_step() >= 2048 // BLOCK
 
 
 def test_a_parked_alpha_neither_counts_as_a_decode_nor_shortens_steps(tmp_path: Path) -> None:

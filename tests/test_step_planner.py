@@ -42,6 +42,18 @@ def test_prefill_fills_what_the_deadline_leaves() -> None:
     assert not plan.late
 
 
+def test_what_decodes_speculate_leaves_less_for_prefill_and_for_more_decodes() -> None:
+    table = ProfileTable(MACHINE)
+    alone = planner(table)
+    work = [PrefillWork(5000)]
+    drafts = RunningDecodes(11, 5500, SLO_S, draft_tokens=33, draft_pairs=33 * 500.0)
+    assert 0 < alone.plan(drafts, work, now_s=0.0).prefill_tokens < alone.plan(running(11), work, now_s=0.0).prefill_tokens
+    speculating = StepPlanner(LiveProfile(table), 2048, 16, 64, speculated_tokens=3)
+    most = max(number for number in range(1, 500) if alone.fits(number, 500 * number, 100.0))
+    assert speculating.fits(1, 500, 100.0)
+    assert not speculating.fits(most, 500 * most, 100.0)
+
+
 def test_without_decodes_a_step_is_as_large_as_pays_off() -> None:
     plan = planner(ProfileTable(MACHINE)).plan(NO_DECODES, [PrefillWork(5000)], now_s=0.0)
     assert plan.prefill_tokens > 256

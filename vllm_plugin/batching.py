@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import attrgetter
@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dynaserve.messages import PromptProgress
 from dynaserve.request_log import of_request
-from dynaserve.step_latency import PrefillWork
+from dynaserve.step_latency import PrefillWork, prefill_pairs
 from dynaserve.step_planner import RunningDecodes, StepPlan
 from dynaserve.token_deadlines import TokenSlo
 from vllm_plugin.options import PluginOptions
@@ -55,13 +55,17 @@ _REQUEST_ID = attrgetter("request_id")
 
 @dataclass(slots=True)
 class _Batch:
-    """What is ready to run. decode_tokens: of all decodes, with those that speculation adds. due_s: of the first of them."""
+    """What is ready to run. due_s: of the first decode. draft_tokens, draft_pairs: what the decodes speculate."""
 
     decodes: int
     context_tokens: int
-    decode_tokens: int
     due_s: float
     prefills: list[Request]
+    draft_tokens: int = 0
+    draft_pairs: float = 0.0
+
+    def running(self) -> RunningDecodes:
+        return RunningDecodes(self.decodes, self.context_tokens, self.due_s, self.draft_tokens, self.draft_pairs)
 
 
 class SloScheduler(ResumingFirst):
@@ -144,9 +148,8 @@ class SloScheduler(ResumingFirst):
         admitted = self._admissible(batch, waiting)
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
-        decodes = RunningDecodes(batch.decodes, batch.context_tokens, batch.due_s)
-        plan = self.accounts.planner.plan(decodes, self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
-        tokens = batch.decode_tokens + plan.prefill_tokens
+        plan = self.accounts.planner.plan(batch.running(), self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
+        tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
         most = self._most_active_requests + self.parked_slots
@@ -171,10 +174,17 @@ class SloScheduler(ResumingFirst):
             request_due_s = next_due_s.get(request_id, unknown_s)
             if request_due_s < due_s:
                 due_s = request_due_s
-        tokens = number
+        batch = _Batch(number, context_tokens, due_s, prefills)
         if self._speculates:
-            tokens = sum(self.tokens_to_compute(request) for request in self.running if not request.is_prefill_chunk)
-        return _Batch(number, context_tokens, tokens, due_s, prefills)
+            self._count_drafts(batch, parked)
+        return batch
+
+    def _count_drafts(self, batch: _Batch, parked: Collection[str]) -> None:
+        for request in self.running:
+            if not request.is_prefill_chunk and request.request_id not in parked:
+                drafts = max(0, self.tokens_to_compute(request) - 1)
+                batch.draft_tokens += drafts
+                batch.draft_pairs += prefill_pairs(drafts, request.num_computed_tokens + 1)
 
     def _look_at_arriving(self, request: Request, batch: _Batch, now_s: float) -> None:
         """A request whose KV comes from elsewhere: its clock runs since its tokens are known, and it runs as soon as its KV is here."""
@@ -186,7 +196,6 @@ class SloScheduler(ResumingFirst):
             batch.prefills.append(request)
             return
         batch.decodes += 1
-        batch.decode_tokens += 1
         batch.context_tokens += request.num_computed_tokens
         batch.due_s = min(batch.due_s, self.deadlines.next_due_s.get(request.request_id, math.inf))
 

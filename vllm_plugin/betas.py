@@ -144,8 +144,9 @@ class BetaScheduler(Scheduler):
             self._revoked_s = now_s
 
     def _blocks_of_this_step(self) -> int:
-        """At most: whole prefill chunks count, whatever the local scheduler makes of them."""
-        budget = self.max_num_scheduled_tokens
+        """At most: whole prefill chunks count, whatever the local scheduler will make of them (`max_num_scheduled_tokens` is what it
+        made of those of the last step)."""
+        budget = self.scheduler_config.max_num_batched_tokens
         blocks = 0
         for request in self.running:
             if request.request_id in self.micro.parked:

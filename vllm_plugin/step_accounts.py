@@ -59,7 +59,11 @@ class StepAccounts:
         """Raises ConfigError for a profile or a log that cannot be used."""
         keeper = ProfileKeeper(Path(options.profile), profile_key(config)) if options.profile else None
         planner = StepPlanner(
-            keeper.profile if keeper else LiveProfile(), max_tokens, options.min_prefill_tokens, min(max_tokens, _UNPROFILED_PREFILL_TOKENS)
+            keeper.profile if keeper else LiveProfile(),
+            max_tokens,
+            options.min_prefill_tokens,
+            min(max_tokens, _UNPROFILED_PREFILL_TOKENS),
+            speculated_tokens=config.num_speculative_tokens,
         )
         return cls(planner, keeper, StepLog(Path(options.step_log)) if options.step_log else None)
 
@@ -124,16 +128,17 @@ class StepAccounts:
 
 def shape_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> BatchShape:
     """Of a batch that was just scheduled: vLLM has counted its tokens as computed already. A chunk of one token costs what a
-    decode costs."""
+    decode costs, and the tokens that a decode speculates what prefill does."""
     prefill_tokens, pairs, decodes, decode_context = 0, 0.0, 0, 0
+    speculating = output.scheduled_spec_decode_tokens
     for request_id, tokens in output.num_scheduled_tokens.items():
         context = requests[request_id].num_computed_tokens - tokens
-        if tokens == 1:
+        if tokens == 1 or request_id in speculating:
             decodes += 1
             decode_context += context
-        else:
-            prefill_tokens += tokens
-            pairs += prefill_pairs(tokens, context)
+            tokens, context = tokens - 1, context + 1
+        prefill_tokens += tokens
+        pairs += prefill_pairs(tokens, context)
     return BatchShape(prefill_tokens=prefill_tokens, prefill_pairs=pairs, decodes=decodes, decode_context_tokens=decode_context)
 
 
