@@ -105,7 +105,6 @@ def test_a_prediction_is_what_walking_every_step_gives(
     walked = oracle.add(newcomer, now_ms)
     oracle.play_out()
     assert times_of(forecast) == about(walked)
-    assert forecast.longest_step_ms == pytest.approx(walked.longest_step_ms, rel=1e-9)
 
 
 @settings(max_examples=400, deadline=None)

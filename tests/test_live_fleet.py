@@ -331,6 +331,17 @@ def test_a_fleet_slower_than_its_table_does_not_gather_more_decodes_than_the_slo
     assert gathering(2.0) == 0
 
 
+@pytest.mark.parametrize("small", ["i0", "i1"])
+def test_no_more_decodes_are_gathered_than_the_smallest_instance_holds(small: str) -> None:
+    scheduler = fleet(Policy.dynamic)
+    scheduler.observe(InstanceState(small, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000, max_requests=20)))
+    for number in range(60):
+        scheduler.place(request(str(number), 900, 4000, forced_split=0), 0.0)
+    prediction = placed(scheduler, request("r", 2000), 20_000.0).prediction
+    assert prediction is not None
+    assert prediction.gathering == 0
+
+
 def test_a_pause_of_the_machine_hardly_moves_the_cost_scale() -> None:
     scheduler = fleet(Policy.dynamic)
     scheduler.observe_step("i0", BatchShape(decodes=1, decode_context_tokens=100), 60_000.0, 0.0)

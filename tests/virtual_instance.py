@@ -21,7 +21,6 @@ class Walked:
     start_ms: float | None = None
     prefill_end_ms: float | None = None
     end_ms: float | None = None
-    longest_step_ms: float = 0.0
 
     @property
     def whole_context(self) -> int:
@@ -103,8 +102,6 @@ class SteppingInstance:
         for request in decodes:
             request.context += 1
             request.decode -= 1
-        for request in self.running:
-            request.longest_step_ms = max(request.longest_step_ms, step_ms)
         self.now_ms = ends_ms
         for request in [r for r in self.running if r.prefill == 0 and r.decode == 0]:
             request.end_ms = ends_ms

@@ -41,7 +41,7 @@ class SweepPlanner(StepPlanner):
     def plan(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:
         return StepPlan(self.prefill_tokens, float("inf"), None, BudgetReason.all_work, late=False)
 
-    def admits(self, decodes: int, context_tokens: int, one_more_context: int, slo_ms: float) -> bool:
+    def fits(self, decodes: int, context_tokens: int, slo_ms: float) -> bool:
         return True
 
     def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:

@@ -52,9 +52,8 @@ void BindRequests(nb::module_& m) {
                                 "for what was not simulated.");
   forecast.def_ro("start_ms", &Forecast::start_ms)
       .def_ro("prefill_end_ms", &Forecast::prefill_end_ms)
-      .def_ro("end_ms", &Forecast::end_ms)
-      .def_ro("longest_step_ms", &Forecast::longest_step_ms);
-  AsValue(forecast, "start_ms", "prefill_end_ms", "end_ms", "longest_step_ms");
+      .def_ro("end_ms", &Forecast::end_ms);
+  AsValue(forecast, "start_ms", "prefill_end_ms", "end_ms");
 
   nb::enum_<AdmissionOrder>(m, "AdmissionOrder", "Which waiting request is looked at first.")
       .value("arrival", AdmissionOrder::kArrival)

@@ -376,7 +376,6 @@ ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
 }
 
 bool ExecutionPredictor::Step(State& state, double until_ms, std::vector<Ended>* ended) {
-  last_step_ms_ = 0.0;
   const Gathered gathered = Gather(state);
   if (!work_.empty()) {
     StepWithPrefill(state, ended);
@@ -430,8 +429,7 @@ void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended
                            state.decode_context};
   const PrefillBudget budget = BudgetOf(decodes, work_);
   const double started_ms = state.now_ms;
-  last_step_ms_ = budget.step_ms * cost_scale_;
-  state.now_ms += last_step_ms_;
+  state.now_ms += budget.step_ms * cost_scale_;
   state.step += 1;
   state.decode_context += decodes.decodes;
   EndDecodes(state, ended);
@@ -473,7 +471,7 @@ void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended
     if (request.decode_tokens > 0) {
       BeginDecode(state, request, prefill.start_ms, state.now_ms);
     } else {
-      End(request.key, {prefill.start_ms, state.now_ms, state.now_ms, 0.0}, ended);
+      End(request.key, {prefill.start_ms, state.now_ms, state.now_ms}, ended);
     }
   }
   state.prefills.resize(kept);
@@ -503,7 +501,6 @@ void ExecutionPredictor::Stretch(State& state, double until_ms) {
     state.now_ms += span_ms;
     state.step += steps;
     state.decode_context += steps * decodes;
-    last_step_ms_ = std::max(last_step_ms_, last_ms);
     left -= steps;
     if (reaches) return;
   }
@@ -515,7 +512,7 @@ void ExecutionPredictor::EndDecodes(State& state, std::vector<Ended>* ended) {
     std::pop_heap(state.decodes.begin(), state.decodes.end(), EndsLater);
     state.decodes.pop_back();
     state.decode_context -= decode.end_context;
-    End(decode.key, {decode.start_ms, decode.prefill_end_ms, state.now_ms, 0.0}, ended);
+    End(decode.key, {decode.start_ms, decode.prefill_end_ms, state.now_ms}, ended);
   }
 }
 
@@ -547,10 +544,6 @@ Forecast ExecutionPredictor::Run(State& state, std::uint64_t watched, Horizon ho
   const double& goal =
       horizon == Horizon::kEnd ? watched_forecast_.end_ms : watched_forecast_.prefill_end_ms;
   while (goal == kNever && Step(state, kNever, ended)) {
-    if (watched_forecast_.start_ms < kNever) {
-      watched_forecast_.longest_step_ms =
-          std::max(watched_forecast_.longest_step_ms, last_step_ms_);
-    }
   }
   watched_ = kNobody;
   return watched_forecast_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <utility>
 
 #include "dynaserve/exhaustive_search.h"
 #include "dynaserve/paper_search.h"
@@ -69,8 +70,15 @@ constexpr std::uint64_t kFirstOther = std::uint64_t{1} << 62;
 std::uint64_t KeyOf(std::uint64_t ordinal, std::size_t side) { return 2 * ordinal + side; }
 
 Placement WholeOn(const InstanceId& instance_id, std::int64_t end_token, PlacementReason reason,
-                  const Prediction& prediction) {
-  return {{instance_id, 0, end_token}, std::nullopt, reason, prediction};
+                  Prediction prediction) {
+  return {{instance_id, 0, end_token}, std::nullopt, reason, std::move(prediction)};
+}
+
+// What each of the instances is up to.
+InstanceLimits Least(const InstanceLimits& a, const InstanceLimits& b) {
+  return {std::min(a.max_requests, b.max_requests), std::min(a.max_step_tokens, b.max_step_tokens),
+          std::min(a.min_prefill_tokens, b.min_prefill_tokens), std::min(a.kv_tokens, b.kv_tokens),
+          std::min(a.step_ms, b.step_ms)};
 }
 
 }  // namespace
@@ -165,9 +173,12 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   }
   // A fleet that is slower than its table holds fewer decodes within the SLO, and prefills less.
   double scale = 0.0;
-  for (const Gatherer& gatherer : order) scale += gatherer.instance->predictor->cost_scale();
-  scale /= static_cast<double>(order.size());
   InstanceLimits limits = order.front().instance->limits;
+  for (const Gatherer& gatherer : order) {
+    scale += gatherer.instance->predictor->cost_scale();
+    limits = Least(limits, gatherer.instance->limits);
+  }
+  scale /= static_cast<double>(order.size());
   limits.step_ms /= scale;
   plan_ = PlanFleet(*table_, limits, demand, plan_.gathering);
   plan_.prefill_rate /= scale;
@@ -244,14 +255,14 @@ Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
     const PlacementReason reason = !request.may_cut        ? PlacementReason::kNotCuttable
                                    : accepting.size() == 1 ? PlacementReason::kSingleInstance
                                                            : PlacementReason::kWholeIsBest;
-    return WholeOn(first, end_token, reason, prediction);
+    return WholeOn(first, end_token, reason, std::move(prediction));
   }
   prediction.hand_off_ms = choice.hand_off_ms - now_ms;
   const std::int64_t split = choice.split_token;
   return {{first, 0, split},
           MicroRequest{accepting[*choice.beta].instance_id, split, std::max(end_token, split + 1)},
           PlacementReason::kLevelsPrefill,
-          prediction};
+          std::move(prediction)};
 }
 
 Placement LiveFleet::ChoosePaper(const RequestSpec& request,
@@ -276,7 +287,7 @@ Placement LiveFleet::ChoosePaper(const RequestSpec& request,
   return {{alpha, 0, split.split_token},
           MicroRequest{beta, split.split_token, end_token},
           kBalanced,
-          prediction};
+          std::move(prediction)};
 }
 
 void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, double now_ms) {

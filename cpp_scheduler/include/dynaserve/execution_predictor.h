@@ -74,7 +74,6 @@ struct Forecast {
   // Its first token, if it decodes; start_ms, if it has no prefill.
   double prefill_end_ms = std::numeric_limits<double>::infinity();
   double end_ms = std::numeric_limits<double>::infinity();
-  double longest_step_ms = 0.0;  // of the steps it was part of, as far as they were simulated
   std::int64_t last_prefill_tokens = 0;  // of its prefill, what the last of those computed
 
   bool operator==(const Forecast&) const = default;
@@ -274,7 +273,6 @@ class ExecutionPredictor {
   std::uint64_t watched_ = kNobody;
   Forecast watched_forecast_;
   std::vector<PrefillStep>* watched_steps_ = nullptr;
-  double last_step_ms_ = 0.0;
 };
 
 }  // namespace dynaserve

@@ -4,7 +4,7 @@
 // It adds up what this request waits, what the requests after it wait longer because of it, what
 // prefill the fleet loses to its decode, and what it breaks.  Completion times do not enter: a
 // hundred running decodes are a pipeline, not a queue, and levelling "work left" that includes them
-// gains nothing (docs/scheduler.md).
+// gains nothing (docs/placement.md).
 #pragma once
 
 #include <limits>
