@@ -43,8 +43,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("placement", __doc__.partition("\n")[0], "--decisions 400 --gap-fleets 400")
-    parser.add_argument("--decisions", type=whole(1), default=400, metavar="N", help="per size (default: %(default)s)")
+    parser = parser_of("placement", __doc__.partition("\n")[0], "--decisions 2000 --gap-fleets 400")
+    parser.add_argument("--decisions", type=whole(1), default=2000, metavar="N", help="per size (default: %(default)s)")
     parser.add_argument(
         "--gap-fleets", type=whole(1), default=400, metavar="N", help="random fleets to search exhaustively (default: %(default)s)"
     )
