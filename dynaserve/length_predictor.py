@@ -46,9 +46,13 @@ class LengthQuery:
 
     @property
     def keys(self) -> tuple[str, str]:
-        """The narrow and the wide group it belongs to."""
-        wide = f"{self.model}|{self.request_class}"
+        """The narrow and the wide group it belongs to, whatever callers name models and classes."""
+        wide = f"{_escaped(self.model)}|{_escaped(self.request_class)}"
         return f"{wide}|{self.prompt_tokens.bit_length()}|{self.max_tokens.bit_length()}", wide
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("|", "%7C")
 
 
 @dataclass(frozen=True, slots=True)

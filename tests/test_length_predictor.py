@@ -60,6 +60,12 @@ def test_classes_do_not_mix() -> None:
     assert taught([100] * 50).predict(replace(CHAT, request_class="code")).source == "prior"
 
 
+@given(st.lists(st.text("a|%7C4", max_size=8), min_size=4, max_size=4))
+def test_groups_of_different_names_are_different(names: list[str]) -> None:
+    one, other = (LengthQuery(model, request_class, 100, 100) for model, request_class in (names[:2], names[2:]))
+    assert len({*one.keys, *other.keys}) == (2 if one == other else 4)
+
+
 def test_classes_without_end_do_not_fill_the_memory() -> None:
     predictor = LengthPredictor()
     for number in range(MOST_GROUPS):
