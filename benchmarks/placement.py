@@ -4,6 +4,7 @@ Decisions are timed from Python, in CPU time of the thread (a machine that pause
 that are full of live requests. The gap is that of the objective to the lowest one that an exhaustive search finds: over all whole
 runs and every cut inside the prompt, at each of its tokens, on all ordered pairs of instances; not over cuts at the prompt's end or
 inside the answer, which the policy does not look at either. The fleets are random, with running decodes and waiting prompts.
+The predictor's error is that to walking every step by the same table and batch rule; against real instances, `make bench-predictor`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from collections.abc import Sequence
 from benchmarks.parsers import parser_of
 from dynaserve.bench.options import whole
 from dynaserve.bench.report import machine
-from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.execution_predictor import ExecutionPredictor, InstanceLimits, VirtualRequest
 from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Options, Policy, RequestSpec
 from dynaserve.placement_search import SplitSearch
 from dynaserve.step_latency import ProfileTable, Roofline
 from tests.test_placement_search import NOW_MS, exhaustive_ms, random_search
+from tests.virtual_instance import SteppingInstance
 
 SIZES = ((2, 64), (8, 128), (64, 256), (1024, 100))
 A100_14B = Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4)
@@ -39,7 +41,10 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{'instances x live':>18s} {'p50 us':>8s} {'p99 us':>8s} {'mean probes':>12s} {'cut':>6s}")
     for instances, live in SIZES:
         _print_size(instances, live, args.decisions, args.seed)
-    print_gaps([_gap(args.seed * 10_000 + n) for n in range(args.gap_fleets)])
+    seeds = [args.seed * 10_000 + n for n in range(args.gap_fleets)]
+    print_gaps([_gap(seed) for seed in seeds])
+    errors = [_predictor_error(random.Random(seed)) for seed in seeds]
+    print(f"predicted end against walking every step, {len(errors)} instances: largest error {max(errors):.1g} of it")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,6 +110,26 @@ def _gap(seed: int) -> float:
     choice = SplitSearch().find(instances, request, options, NOW_MS)
     best_ms = exhaustive_ms(instances, request, options, request.prompt_tokens, stride=1)
     return max(0.0, choice.objective_ms / best_ms - 1.0)
+
+
+def _predictor_error(rng: random.Random) -> float:
+    """Of when a newcomer ends on an instance that has work, as a share of the time until then."""
+    table = ProfileTable(A100_14B)
+    limits = InstanceLimits(max_requests=rng.randint(4, 64), step_ms=rng.uniform(30.0, 100.0), kv_tokens=100_000)
+    predictor, walking = ExecutionPredictor(table, limits), SteppingInstance(table, limits)
+    now_ms = 0.0
+    for key in range(rng.randint(1, 40)):
+        now_ms += rng.expovariate(1 / 100.0)
+        request = VirtualRequest(key=key, prefill_tokens=rng.randint(1, 3000), decode_tokens=rng.randint(1, 300))
+        walking.advance(now_ms)
+        walking.add(request, now_ms)
+        predictor.add(request, now_ms)
+    newcomer = VirtualRequest(key=1000, prefill_tokens=rng.randint(1, 3000), decode_tokens=rng.randint(1, 300))
+    predicted_ms = predictor.predict(newcomer, now_ms).end_ms
+    walked = walking.add(newcomer, now_ms)
+    walking.play_out()
+    assert walked.end_ms is not None
+    return abs(predicted_ms - walked.end_ms) / (walked.end_ms - now_ms)
 
 
 def _quantile(values: Sequence[float], quantile: float) -> float:

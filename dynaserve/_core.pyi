@@ -127,6 +127,11 @@ class ProfileTable:
     def bins(self) -> list[ProfileBin]:
         """The bins that have learnt something, by index."""
 
+    def worst_contradiction(self) -> tuple[int, float]:
+        """
+        (index of the bin that others contradict most, factor between it and what is read there).
+        """
+
     def restore(self, bins: Sequence[ProfileBin], log_scale: float, sigma: float) -> None:
         """
         Replaces what was learnt.

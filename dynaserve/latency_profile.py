@@ -21,6 +21,10 @@ MOST_LOG = 300.0
 far, since bins that contradicted each other drifted apart there."""
 
 
+MOST_CONTRADICTION = 2.0
+"""A factor: what steps of any kind teach a table stays within 1.5 of what is read from it (`ProfileTable::NotFarFromRead`)."""
+
+
 class ProfileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the latencies of a table hold for. device: its name. parallelism: as `tp1` or `tp2pp2`."""
 
@@ -76,7 +80,7 @@ def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
     """The table in the file; with a `key`, only if it was measured on just that.
 
     Raises ConfigError, naming the file and the field, for a file that cannot be read, lacks a field or has one too many,
-    holds an impossible number, or was measured on something else.
+    holds an impossible number, says that larger steps take less time, or was measured on something else.
     """
     content = _read(path)
     if content.format_version != FORMAT_VERSION:
@@ -92,7 +96,16 @@ def load(path: Path, key: ProfileKey | None = None) -> ProfileTable:
         table.restore([ProfileBin(b.index, b.log_ratio, b.weight) for b in content.bins], content.log_scale, content.sigma)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    _check_monotonic(path, table)
     return table
+
+
+def _check_monotonic(path: Path, table: ProfileTable) -> None:
+    index, factor = table.worst_contradiction()
+    if factor > MOST_CONTRADICTION:
+        log_ratio = next(learnt.log_ratio for learnt in table.bins() if learnt.index == index)
+        told = "is not monotonic: by the other bins, smaller steps take longer or larger ones less time"
+        raise ConfigError(f"{path}: bin {index}: log_ratio {log_ratio:g} {told}, by a factor of {factor:.1f}")
 
 
 def _check_logs(path: Path, content: _File) -> None:

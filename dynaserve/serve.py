@@ -65,7 +65,7 @@ def add_arguments(parser: Any) -> None:
         help="their URLs, one a line; instances join and leave as the file changes, and those that do not answer join when they do",
     )
     group.add_argument(
-        "--policy", default="colocated", help="colocated | disaggregated[:xPyD] | fixed:RATIO | dynamic | paper (default: %(default)s)"
+        "--policy", default="dynamic", help="colocated | disaggregated[:xPyD] | fixed:RATIO | dynamic | paper (default: %(default)s)"
     )
     group.add_argument(
         "--latency-profile", type=Path, metavar="FILE", help="latency profile of the instances, for dynamic and paper (default: learnt)"

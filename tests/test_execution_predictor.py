@@ -90,11 +90,12 @@ def check_played_out(predictor: ExecutionPredictor, oracle: SteppingInstance, no
 
 
 @settings(max_examples=400, deadline=None)
-@given(table=tables, limits=all_limits, coming=arrivals(), order=st.sampled_from(AdmissionOrder))
+@given(table=tables, limits=all_limits, coming=arrivals(), order=st.sampled_from(AdmissionOrder), scale=st.just(1.0) | st.floats(0.3, 3.0))
 def test_a_prediction_is_what_walking_every_step_gives(
-    table: ProfileTable, limits: InstanceLimits, coming: list[tuple[float, VirtualRequest]], order: AdmissionOrder
+    table: ProfileTable, limits: InstanceLimits, coming: list[tuple[float, VirtualRequest]], order: AdmissionOrder, scale: float
 ) -> None:
-    predictor, oracle = ExecutionPredictor(table, limits, order), SteppingInstance(table, limits, order)
+    predictor, oracle = ExecutionPredictor(table, limits, order), SteppingInstance(table, limits, order, scale)
+    predictor.set_cost_scale(scale, 0.0)
     for now_ms, request in coming[:-1]:
         oracle.advance(now_ms)
         oracle.add(request, now_ms)

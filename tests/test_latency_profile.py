@@ -11,10 +11,13 @@ import pytest
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey, load, save
 from dynaserve.profile_keeper import copy_of
-from dynaserve.step_latency import BatchShape, ProfileTable, Roofline, prefill_pairs
+from dynaserve.step_latency import CONTEXT_BINS, DECODE_BINS, BatchShape, ProfileTable, Roofline, prefill_pairs
 
 KEY = ProfileKey(model="m", dtype="float32", device="a laptop", parallelism="tp1", vllm_version="0.32.0")
 SHAPES = [BatchShape(prefill_tokens=n, prefill_pairs=prefill_pairs(n, 7), decodes=3, decode_context_tokens=99) for n in (1, 50, 700)]
+
+LARGER_STEP = 12 * len(DECODE_BINS) * len(CONTEXT_BINS)
+"""A bin of more tokens than bin 0, the same otherwise."""
 
 
 @pytest.fixture
@@ -80,6 +83,7 @@ def test_a_table_of_something_else_is_refused(path: Path, field: str) -> None:
         ({"log_scale": 1000.0}, "log_scale is 1000; it must lie between -300 and 300"),
         ({"log_scale": -1000.0}, "log_scale is -1000; it must"),
         ({"bins": [[3, 0.1, 1.0], [7, 1000.0, 1.0]]}, "bin 7: log_ratio is 1000; it must lie between -300 and 300"),
+        ({"bins": [[0, 4.0, 1.0], [LARGER_STEP, -4.0, 1.0]]}, "bin 0: log_ratio 4 is not monotonic: by the other bins"),
         ({"token_bins": [5.0, 3.0]}, "token_bins"),
         ({"format_version": 99}, "format_version is 99"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynaserve.latency_profile import MOST_CONTRADICTION
 from dynaserve.step_latency import (
     DECODE_BINS,
     TOKEN_BINS,
@@ -239,6 +240,16 @@ def test_bins_that_contradict_each_other_do_not_drift_apart() -> None:
     assert abs(table.log_scale) < 1.0
     for tokens in (256, 320):
         assert 17.0 < table.step_ms(BatchShape(prefill_tokens=tokens)) < 21.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 64), st.floats(0.1, 5000.0)), min_size=2, max_size=8))
+@settings(max_examples=50)
+def test_whatever_is_learnt_contradicts_itself_less_than_a_profile_may(steps: list[tuple[int, int, float]]) -> None:
+    table = ProfileTable(A100_14B)
+    for _ in range(200):
+        for tokens, decodes, ms in steps:
+            table.observe(BatchShape(prefill_tokens=tokens, decodes=decodes, decode_context_tokens=500 * decodes), ms)
+    assert table.worst_contradiction()[1] < MOST_CONTRADICTION
 
 
 def test_what_had_drifted_in_a_profile_is_put_together_again() -> None:

@@ -29,11 +29,12 @@ class Walked:
 
 @dataclass
 class SteppingInstance:
-    """Walks every step; `arrivals` are (arrival, request), in the order in which they are added."""
+    """Walks every step. cost_scale: of the table's latencies."""
 
     table: ProfileTable
     limits: InstanceLimits
     order: AdmissionOrder = AdmissionOrder.arrival
+    cost_scale: float = 1.0
     now_ms: float = 0.0
     running: list[Walked] = field(default_factory=list)
     waiting: list[Walked] = field(default_factory=list)
@@ -79,13 +80,13 @@ class SteppingInstance:
         if prefills:
             work = [PrefillWork(r.prefill, r.context) for r in prefills]
             limits = BatchLimits(
-                step_ms=self.limits.step_ms if decodes else math.inf,
+                step_ms=self.limits.step_ms / self.cost_scale if decodes else math.inf,
                 max_tokens=self.limits.max_step_tokens,
                 min_prefill_tokens=self.limits.min_prefill_tokens,
             )
             chosen = choose_budget(self.table, shape, work, limits)
             step_ms, budget = chosen.step_ms, chosen.tokens
-        self._compute(decodes, prefills, budget, step_ms)
+        self._compute(decodes, prefills, budget, step_ms * self.cost_scale)
         return True
 
     def _compute(self, decodes: list[Walked], prefills: list[Walked], budget: int, step_ms: float) -> None:
@@ -128,10 +129,9 @@ class SteppingInstance:
     def _fits(self, request: Walked, ahead: list[Walked]) -> bool:
         decoding = [r for r in ahead if r.decode > 0]
         shape = BatchShape(decodes=len(decoding), decode_context_tokens=sum(r.whole_context for r in decoding))
+        limit_ms = self.limits.step_ms / self.cost_scale
         return (
             len(ahead) < self.limits.max_requests
             and sum(r.whole_context for r in ahead) + request.whole_context <= self.limits.kv_tokens
-            and (
-                request.decode == 0 or not decoding or leaves_room_for_decode(self.table, shape, request.whole_context, self.limits.step_ms)
-            )
+            and (request.decode == 0 or not decoding or leaves_room_for_decode(self.table, shape, request.whole_context, limit_ms))
         )

@@ -1,9 +1,11 @@
 // Python names for the core: nothing is decided here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <utility>
 #include <vector>
 
 #include "dynaserve/batch_rule.h"
@@ -321,6 +323,14 @@ void BindProfileTable(nb::module_& m) {
       .def("observe", &ProfileTable::Observe, "shape"_a, "measured_ms"_a,
            "Learns from a step.\nValueError: it has no tokens, or a time that is not positive.")
       .def("bins", &ProfileTable::Bins, "The bins that have learnt something, by index.")
+      .def(
+          "worst_contradiction",
+          [](const ProfileTable& table) {
+            const Contradiction worst = table.WorstContradiction();
+            return std::pair(worst.index, worst.factor);
+          },
+          "(index of the bin that others contradict most, factor between it and what is read "
+          "there).")
       .def(
           "restore",
           [](ProfileTable& table, const std::vector<ProfileBin>& bins, double log_scale,

@@ -243,6 +243,17 @@ std::vector<ProfileBin> ProfileTable::Bins() const {
   return bins;
 }
 
+Contradiction ProfileTable::WorstContradiction() const {
+  if (stale_) MakeMonotonic();
+  Contradiction worst;
+  for (std::size_t i = 0; i < kBins; ++i) {
+    if (weight_[i] < kLearntWeight || !(grid_ms_[i] > 0.0)) continue;
+    const double apart = std::abs(std::log(value_ms_[i] / grid_ms_[i]));
+    if (apart > std::log(worst.factor)) worst = {static_cast<std::uint32_t>(i), std::exp(apart)};
+  }
+  return worst;
+}
+
 void ProfileTable::Restore(std::span<const ProfileBin> bins, double log_scale, double sigma) {
   if (!std::isfinite(log_scale)) throw std::invalid_argument("log_scale is not finite");
   if (!std::isfinite(sigma) || sigma < 0.0) {

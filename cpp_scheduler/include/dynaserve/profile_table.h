@@ -39,6 +39,12 @@ struct ProfileBin {
   bool operator==(const ProfileBin&) const = default;
 };
 
+// A bin whose own latency is not what is read there, since latency never falls where steps grow.
+struct Contradiction {
+  std::uint32_t index = 0;
+  double factor = 1.0;  // between the two, at least 1
+};
+
 class ProfileTable;
 
 // Steps with the same decodes: asking for many prefills beside them costs one look into the table.
@@ -86,6 +92,9 @@ class ProfileTable {
 
   // The bins that have learnt something, by index.
   std::vector<ProfileBin> Bins() const;
+
+  // Of the bins, the one that others contradict most.  What noise does to bins stays small.
+  Contradiction WorstContradiction() const;
 
   // Replaces what was learnt.  Throws std::invalid_argument, and changes nothing, if an index is
   // outside [0, kBins) or not larger than the one before it, a number is not finite, or a weight or
