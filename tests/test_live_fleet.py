@@ -194,14 +194,14 @@ def test_what_other_front_ends_hold_leaves_less_memory() -> None:
     assert objective_ms(other(100_000, 100_000, 100_050, waits=True)) == objective_ms()
 
 
-def cut_requests(scheduler: GlobalScheduler) -> tuple[list[str], str, float]:
+def cut_requests(scheduler: GlobalScheduler, prompt: int = 3000) -> tuple[list[str], str, float]:
     """Places some that are cut and wait on the same instance: their names, the instance of their second halves, the time."""
     now_ms = 0.0
     for number in range(120):
         now_ms += 5.0
         scheduler.place(request(f"decode-{number}", prompt=200, output=2000), now_ms)
     now_ms += 8000.0
-    cuts = {str(number): placed(scheduler, request(str(number), prompt=6000), now_ms + number) for number in range(24)}
+    cuts = {str(number): placed(scheduler, request(str(number), prompt=prompt), now_ms + number) for number in range(24)}
     alpha, beta = sorted(("i0", "i1"), key=[cut.alpha.instance_id for cut in cuts.values()].count, reverse=True)
     return [name for name, cut in cuts.items() if cut.alpha.instance_id == alpha and cut.beta is not None], beta, now_ms
 
@@ -218,6 +218,19 @@ def test_an_instance_looks_at_few_of_its_hand_offs_at_a_time() -> None:
     assert revised(now_ms + 250.0) == waiting[:4]
     assert revised(now_ms + 449.0) == []
     assert revised(now_ms + 450.0) == waiting[4:8]
+
+
+def test_a_hand_off_is_looked_at_when_its_turn_is_near() -> None:
+    scheduler = fleet(Policy.dynamic)
+    waiting, beta, now_ms = cut_requests(scheduler, prompt=6000)
+    scheduler.report_others(beta, [other(0, 60_000, 60_100)] * 3, now_ms + 250.0)
+
+    def revised(at_ms: float) -> list[str]:
+        return [name for name in waiting if scheduler.revise(name, at_ms) is not None]
+
+    assert revised(now_ms + 250.0) == waiting[:4]
+    assert revised(now_ms + 450.0) == [], "30,000 tokens are to be computed before the next"
+    assert revised(now_ms + 2000.0) == waiting[4:5]
 
 
 def test_no_hand_off_is_looked_at_again_before_all_were() -> None:

@@ -204,6 +204,20 @@ std::int64_t ExecutionPredictor::PrefillTokens(double now_ms) {
   return tokens;
 }
 
+std::int64_t ExecutionPredictor::PrefillTokensBefore(std::uint64_t key, double now_ms) {
+  Advance(base_, now_ms);
+  std::int64_t tokens = 0;
+  for (const Prefill& prefill : base_.prefills) {
+    if (prefill.request.key == key) return tokens;
+    tokens += prefill.request.prefill_tokens;
+  }
+  for (const VirtualRequest& request : base_.waiting) {
+    if (request.key == key) return tokens;
+    tokens += request.prefill_tokens;
+  }
+  return tokens;
+}
+
 std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double now_ms) {
   Advance(base_, now_ms);
   for (const Decode& decode : base_.decodes) {

@@ -515,6 +515,9 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   const auto alpha = instances_.find(entry.parts[0].instance_id);
   const auto beta = instances_.find(entry.parts[1].instance_id);
   if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
+  const std::int64_t before =
+      alpha->second.predictor->PrefillTokensBefore(KeyOf(entry.ordinal, 0), now_ms);
+  if (before > kSoonSteps * alpha->second.limits.max_step_tokens) return std::nullopt;
   if (!MayLook(alpha->second, entry, now_ms)) return std::nullopt;
   entry.looked_ms = now_ms;
   PendingHandOff pending;

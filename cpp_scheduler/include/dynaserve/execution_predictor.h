@@ -170,6 +170,10 @@ class ExecutionPredictor {
   // Prefill tokens that are admitted or wait, by the prediction for now.
   std::int64_t PrefillTokens(double now_ms);
 
+  // Of those, what comes before that of a request, which is computing or waits; all, if it does
+  // not.
+  std::int64_t PrefillTokensBefore(std::uint64_t key, double now_ms);
+
   // Plays everything to its end, from `now_ms`; calls visit(key, forecast) as each request ends.
   template <typename Visit>
   void PlayOut(double now_ms, Visit visit) {

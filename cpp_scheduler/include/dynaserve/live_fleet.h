@@ -29,6 +29,7 @@ class LiveFleet {
   static constexpr double kLookEveryMs = 200.0;
   static constexpr int kMostRevisions = 3;
   static constexpr int kMostLooks = 4;
+  static constexpr std::int64_t kSoonSteps = 4;
 
   LiveFleet(const Options& options, const ProfileTable& table);
 
@@ -76,7 +77,8 @@ class LiveFleet {
   // Whether the hand-off of a request that kDynamic cut should change (hand_off_revision.h), and
   // enters the change.  Asked again within kLookEveryMs, or after kMostRevisions changes, the
   // answer is nullopt.  A look at a long queue is dear: of an alpha instance, kMostLooks requests
-  // are looked at within that time, each once before any is looked at again.
+  // are looked at within that time, each once before any is looked at again, and none before all
+  // prefill ahead of it fits into kSoonSteps full steps: until its turn comes, much may change.
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // Somebody else has moved the hand-off, or lifted it (nullopt): it is theirs from now on, and not
