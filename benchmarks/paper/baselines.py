@@ -34,8 +34,8 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 def baselines(bench: Bench) -> Iterator[Row]:
     """Capacity of each fixed chunk, disaggregation, SLO-aware colocation and dynamic, by workload and SLO; at least 0.97 is wanted."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the simulator lets other threads run meanwhile
-        for slo_ms in SLOS_MS:
-            for workload, first in FIRST_PER_S.items():
+        for workload, first in FIRST_PER_S.items():
+            for slo_ms in SLOS_MS:
                 started = {
                     name: pool.submit(bench.capacity, workload, first, "--tbt-slo-ms", slo_ms, *system) for name, system in SYSTEMS.items()
                 }
