@@ -138,6 +138,9 @@ def check_description(name: str, description: InstanceDescription) -> Iterator[F
         yield Finding("warning", f"{name} takes whole requests only: {description.cut_obstacle}", "start it with --plugin dynaserve")
     elif description.cut_obstacle is not None:
         yield Finding("warning", f"{name} runs all requests whole: {description.cut_obstacle}", "start it without, to have requests cut")
+    if not description.stock and description.tbt_slo_ms is None:
+        advice = "start it with --dynaserve-batching slo"
+        yield Finding("warning", f"{name} runs with vLLM's own batches: no TBT SLO is kept, and --policy dynamic learns nothing", advice)
     if not description.prefix_caching:
         yield Finding("warning", f"{name} has no prefix cache", "start it without --no-enable-prefix-caching")
 

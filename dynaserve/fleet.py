@@ -204,13 +204,27 @@ def suits_any_policy(instance: Instance) -> None:
     """The check of policies that predict nothing."""
 
 
-def tells_its_steps(instance: Instance) -> None:
+def must_tell_steps(instance: Instance) -> None:
     """Raises ConfigError for an instance from whose steps no latency profile can be learnt; a stock server is never asked for any."""
-    if not instance.description.stock and instance.description.tbt_slo_ms is None:
-        raise ConfigError(
-            f"instance {instance.instance_id} runs with vLLM's own batches, which tell nothing of their steps: run it with "
-            "--dynaserve-batching slo, or give a --latency-profile FILE to a policy that predicts"
-        )
+    if _is_silent(instance):
+        raise ConfigError(_silence(instance))
+
+
+def should_tell_steps(instance: Instance) -> None:
+    """Warns of such an instance: a policy that does without places requests as `colocated` while no instance tells."""
+    if _is_silent(instance):
+        logger.warning("%s; requests are placed as by --policy colocated while no instance tells", _silence(instance))
+
+
+def _is_silent(instance: Instance) -> bool:
+    return not instance.description.stock and instance.description.tbt_slo_ms is None
+
+
+def _silence(instance: Instance) -> str:
+    return (
+        f"instance {instance.instance_id} runs with vLLM's own batches, which tell nothing of their steps: run it with "
+        "--dynaserve-batching slo, or give a --latency-profile FILE to a policy that predicts"
+    )
 
 
 def profile_check(profile: Path) -> Callable[[Instance], None]:

@@ -17,7 +17,7 @@ from dynaserve.files import check_replaceable, read_entries
 from dynaserve.fleet import Instance
 from dynaserve.fleet_profile import FleetProfile
 from dynaserve.fleet_secret import FleetSecret
-from dynaserve.global_scheduler import GlobalScheduler, Options, parse_policy, predicts
+from dynaserve.global_scheduler import GlobalScheduler, Options, Policy, parse_policy, predicts
 from dynaserve.length_predictor import LengthPredictor
 from dynaserve.request_placer import RequestPlacer, step_share
 
@@ -160,7 +160,10 @@ def check_for(policy: Options, profile: Path | None) -> Callable[[Instance], Non
     """What raises ConfigError for an instance that the policy cannot work with."""
     if not predicts(policy.policy):
         return fleet.suits_any_policy
-    return fleet.tells_its_steps if profile is None else fleet.profile_check(profile)
+    if profile is not None:
+        return fleet.profile_check(profile)
+    # Algorithm 1 is a baseline: it is not to be measured while something else is done. The default has to serve any fleet.
+    return fleet.must_tell_steps if policy.policy is Policy.paper else fleet.should_tell_steps
 
 
 def _policy(text: str, num_instances: int | None = None) -> Options:

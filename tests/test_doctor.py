@@ -44,8 +44,8 @@ def frontend(status: int, body: dict[str, Any], key: str | None = None) -> Itera
             thread.join()
 
 
-def instance(health: str, kv_cache_usage: float = 0.5, cut_obstacle: str | None = None) -> dict[str, Any]:
-    known = msgspec.structs.replace(description("tcp://127.0.0.1:1", "epoch"), cut_obstacle=cut_obstacle)
+def instance(health: str, kv_cache_usage: float = 0.5, cut_obstacle: str | None = None, tbt_slo_ms: float | None = 100.0) -> dict[str, Any]:
+    known = msgspec.structs.replace(description("tcp://127.0.0.1:1", "epoch"), cut_obstacle=cut_obstacle, tbt_slo_ms=tbt_slo_ms)
     return {"health": health, "load": msgspec.to_builtins(Load(1, 0, kv_cache_usage)), "description": msgspec.to_builtins(known)}
 
 
@@ -84,16 +84,19 @@ def test_each_instance_of_a_front_end_is_judged() -> None:
         "b": instance("dead"),
         "c": instance("draining", 0.99),
         "d": instance("up", cut_obstacle="draft model"),
+        "e": instance("up", tbt_slo_ms=None),
     }
     with frontend(200, {"instances": instances}) as url:
         assert levels(url) == [
-            ("ok", f"front-end {url} has 4 instances"),
+            ("ok", f"front-end {url} has 5 instances"),
             ("ok", "a is up"),
             ("fault", "b is dead"),
             ("warning", "c is draining"),
             ("warning", "c uses 99% of its KV cache"),
             ("ok", "d is up"),
             ("warning", "d runs all requests whole: draft model"),
+            ("ok", "e is up"),
+            ("warning", "e runs with vLLM's own batches: no TBT SLO is kept, and --policy dynamic learns nothing"),
         ]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynaserve import length_predictor
+from dynaserve import fleet, length_predictor
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, profile_check, profile_key, tells_its_steps
+from dynaserve.fleet import Instance, must_tell_steps, profile_check, profile_key, should_tell_steps
 from dynaserve.fleet_profile import FIRST_STEPS
 from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
@@ -271,18 +271,30 @@ def test_what_an_instance_must_be_depends_on_the_policy(tmp_path: Path) -> None:
     save(tmp_path / "p.json", ProfileTable(ROOFLINE), ProfileKey("m", "float32", "cpu", "tp1pp1", "other"), "made up")
     silent = Instance("http://a", msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=None))
     check_for(parse_policy("colocated"), None)(silent)
+    check_for(parse_policy("dynamic"), None)(silent)
     with pytest.raises(ConfigError, match="tell nothing of their steps"):
-        check_for(parse_policy("dynamic"), None)(silent)
+        check_for(parse_policy("paper"), None)(silent)
     with pytest.raises(ConfigError, match="measured with vllm_version 'other'"):
         check_for(parse_policy("paper"), tmp_path / "p.json")(silent)
 
 
 def test_an_instance_that_tells_nothing_of_its_steps_is_refused_where_a_profile_is_learnt() -> None:
-    tells_its_steps(Instance("http://a", DESCRIPTION))
+    must_tell_steps(Instance("http://a", DESCRIPTION))
     silent = msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=None)
-    tells_its_steps(Instance("http://a", msgspec.structs.replace(silent, stock=True)))
+    must_tell_steps(Instance("http://a", msgspec.structs.replace(silent, stock=True)))
     with pytest.raises(ConfigError, match=r"^instance http://a runs with vLLM's own batches, which tell nothing of their steps: "):
-        tells_its_steps(Instance("http://a", silent))
+        must_tell_steps(Instance("http://a", silent))
+
+
+def test_a_policy_that_does_without_steps_warns_of_an_instance_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(fleet.logger, "warning", lambda text, *args: told.append(text % args))
+    silent = msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=None)
+    for description in (DESCRIPTION, msgspec.structs.replace(silent, stock=True), silent):
+        should_tell_steps(Instance("http://a", description))
+    (warning,) = told
+    assert warning.startswith("instance http://a runs with vLLM's own batches")
+    assert warning.endswith("requests are placed as by --policy colocated while no instance tells")
 
 
 def test_a_profile_and_a_history_are_read(tmp_path: Path) -> None:
