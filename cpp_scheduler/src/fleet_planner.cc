@@ -20,35 +20,52 @@ class Rates {
  public:
   Rates(const ProfileTable& table, const InstanceLimits& limits, const FleetDemand& demand,
         const PlannerOptions& options)
-      : table_(table), limits_(limits), demand_(demand), options_(options) {}
+      : table_(table),
+        limits_(limits),
+        demand_(demand),
+        free_(Beside(0)),
+        most_(MostDecodes(options.most_kv_share)) {}
 
   double Beside(std::int64_t decodes) const {
     return PrefillRate(table_, limits_, decodes, demand_.mean_context_tokens,
                        demand_.prompt_tokens);
   }
 
-  // Of the fleet with this many instances gathering.
-  double Of(std::int64_t gathering) const {
-    const auto n = static_cast<double>(gathering);
-    const auto free = static_cast<double>(demand_.instances - gathering);
-    return n * Beside(DividedUp(demand_.decodes, gathering)) + free * Beside(0);
-  }
+  double Free() const { return free_; }
 
-  bool Hold(std::int64_t gathering) const {
-    const std::int64_t decodes = DividedUp(demand_.decodes, gathering);
-    if (decodes == 0) return true;
-    const double context = static_cast<double>(decodes) * demand_.mean_context_tokens;
-    const BatchShape shape{0, 0.0, decodes, std::llround(context)};
-    return decodes <= limits_.max_requests &&
-           context <= options_.most_kv_share * static_cast<double>(limits_.kv_tokens) &&
-           table_.StepMs(shape) <= limits_.step_ms;
+  // Of the fleet with this many instances gathering, and the others with what those do not hold.
+  double Of(std::int64_t gathering) const {
+    const std::int64_t free = demand_.instances - gathering;
+    const std::int64_t wanted = DividedUp(demand_.decodes, gathering);
+    const auto n = static_cast<double>(gathering);
+    if (free == 0) return n * Beside(wanted);
+    const std::int64_t held = std::min(wanted, most_);
+    const std::int64_t left = std::max<std::int64_t>(0, demand_.decodes - gathering * held);
+    const double others = left == 0 ? free_ : Beside(DividedUp(left, free));
+    return n * Beside(held) + static_cast<double>(free) * others;
   }
 
  private:
+  // The most decodes of one instance: seats, KV memory, and a step of them alone within the limit.
+  std::int64_t MostDecodes(double most_kv_share) const {
+    const double context = std::max(1.0, demand_.mean_context_tokens);
+    const double room = most_kv_share * static_cast<double>(limits_.kv_tokens) / context;
+    std::int64_t least = 0;
+    std::int64_t most = std::min(limits_.max_requests, static_cast<std::int64_t>(room));
+    while (least < most) {
+      const std::int64_t middle = DividedUp(least + most, 2);
+      const double tokens = static_cast<double>(middle) * context;
+      const bool fits = table_.StepMs({0, 0.0, middle, std::llround(tokens)}) <= limits_.step_ms;
+      (fits ? least : most) = fits ? middle : middle - 1;
+    }
+    return least;
+  }
+
   const ProfileTable& table_;
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
-  const PlannerOptions& options_;
+  const double free_;
+  const std::int64_t most_;
 };
 
 }  // namespace
@@ -73,23 +90,23 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
 FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
                     const FleetDemand& demand, std::int64_t current,
                     const PlannerOptions& options) {
-  FleetPlan best;
-  if (demand.instances == 0) return best;
+  FleetPlan plan;
+  if (demand.instances == 0) return plan;
   const Rates rates(table, limits, demand, options);
-  const double free_rate = rates.Beside(0);
-  best.lost_share = free_rate > 0.0 ? std::max(0.0, 1.0 - rates.Beside(1) / free_rate) : 0.0;
-  best.colocated_rate = rates.Of(demand.instances);
-  const double least = 1.0 + options.least_gain;
+  const double free = rates.Free();
+  const double unit = static_cast<double>(demand.instances) * free;
+  plan.lost_share = free > 0.0 ? std::max(0.0, 1.0 - rates.Beside(1) / free) : 0.0;
+  plan.colocated_rate = plan.prefill_rate = rates.Of(demand.instances);
 
-  // What there is, if it still can be; else colocation.
-  const bool stays = current > 0 && current < demand.instances && rates.Hold(current);
-  best.gathering = stays ? current : 0;
-  best.prefill_rate = stays ? rates.Of(current) : best.colocated_rate;
-  FleetPlan found = best;
-  if (stays && best.colocated_rate > found.prefill_rate * least) {
-    found.gathering = 0;
-    found.prefill_rate = best.colocated_rate;
+  // What there is, while it is worth it; else colocation.
+  if (current > 0 && current < demand.instances) {
+    const double rate = rates.Of(current);
+    if (demand.decodes == 0 || rate > plan.colocated_rate + options.least_kept * unit) {
+      plan.gathering = current;
+      plan.prefill_rate = rate;
+    }
   }
+  const double wanted = plan.prefill_rate + options.least_gain * unit;
   const double step =
       std::max(1.0 + 1e-9, std::pow(static_cast<double>(demand.instances), 1.0 / (kMostTried - 1)));
   std::int64_t last = 0;
@@ -97,14 +114,13 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
     const std::int64_t gathering = std::max<std::int64_t>(last + 1, std::llround(next));
     if (gathering >= demand.instances) break;
     last = gathering;
-    if (!rates.Hold(gathering)) continue;
     const double rate = rates.Of(gathering);
-    if (rate > best.prefill_rate * least && rate > found.prefill_rate) {
-      found.gathering = gathering;
-      found.prefill_rate = rate;
+    if (rate > wanted && rate > plan.prefill_rate) {
+      plan.gathering = gathering;
+      plan.prefill_rate = rate;
     }
   }
-  return found;
+  return plan;
 }
 
 }  // namespace dynaserve

@@ -29,19 +29,26 @@ struct FleetPlan {
   bool operator==(const FleetPlan&) const = default;
 };
 
+// Gains are parts of what the fleet would prefill without any decodes, so that they mean the same
+// beside a few decodes and beside so many that hardly any prefill is left.
 struct PlannerOptions {
-  double least_gain = 0.03;    // in rate, to leave the plan there is
-  double most_kv_share = 0.7;  // of an instance's KV memory, for the decodes it gathers
+  double least_gain = 0.03;   // over the plan there is, to change it
+  double least_kept = 0.005;  // over colocation, to go on gathering
+  // Of an instance's KV memory, for the decodes it gathers.  More than there is: the decodes
+  // counted run in steps that prefill makes long; those that are gathered run in shorter ones, and
+  // so are fewer at a time.
+  double most_kv_share = 1.2;
 };
 
 // Prefill tokens per millisecond of one instance beside these decodes; 0 where they leave no room.
 double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std::int64_t decodes,
                    double mean_context_tokens, std::int64_t prompt_tokens);
 
-// The plan of the highest prefill rate among those whose gathering instances hold the decodes:
-// seats, KV memory, and a step of decodes alone within limits.step_ms.  `current` (its number of
-// gathering instances) stays unless another is better by least_gain, or it has become impossible.
-// Above 32 instances the numbers tried are 32, spread geometrically.
+// The plan of the highest prefill rate.  A gathering instance holds as many decodes as it has seats
+// and KV memory for, and as a step of them alone takes at most limits.step_ms; those beyond run on
+// the others.  `current` (its number of gathering instances) stays unless another plan gains
+// least_gain, or it gains less than least_kept itself.  Above 32 instances the numbers tried are
+// 32, spread geometrically.
 FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
                     const FleetDemand& demand, std::int64_t current,
                     const PlannerOptions& options = {});
