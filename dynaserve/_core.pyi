@@ -828,7 +828,7 @@ class Scheduler:
 class FleetDemand:
     """What the fleet has to do now."""
 
-    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int) -> None: ...
+    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0) -> None: ...
 
 class FleetPlan:
     """
@@ -858,7 +858,7 @@ def prefill_rate(table: ProfileTable, limits: InstanceLimits, decodes: int, mean
 
 def plan_fleet(table: ProfileTable, limits: InstanceLimits, demand: FleetDemand, current: int) -> FleetPlan:
     """
-    The plan of the highest prefill rate that holds the decodes; `current` stays among equals.
+    The plan of the highest prefill rate; `current` stays among equals. prefill_rate of the demand: tokens per millisecond that arrive.
     """
 
 class Outcome:

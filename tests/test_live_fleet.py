@@ -330,6 +330,8 @@ def test_a_new_table_says_nothing_of_an_instance_that_has_told_no_steps() -> Non
 def test_a_fleet_slower_than_its_table_does_not_gather_more_decodes_than_the_slo_allows() -> None:
     def gathering(factor: float) -> int:
         scheduler = fleet(Policy.dynamic)
+        for name in ("i0", "i1"):
+            scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000)))
         for number in range(60):
             scheduler.place(request(str(number), 900, 4000, forced_split=0), 0.0)
         shape = BatchShape(decodes=10, decode_context_tokens=5000)

@@ -213,28 +213,34 @@ def test_later_requests_wait_for_work_as_long_as_there_is_a_queue() -> None:
     step_ms=st.floats(20.0, 200.0),
     kv_tokens=st.integers(1000, 500_000),
     current=st.integers(0, 12),
+    pressure=st.sampled_from([0.0, 0.4, 0.6, 1.5]),
 )
 def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
-    instances: int, decodes: int, context: float, prompt: int, step_ms: float, kv_tokens: int, current: int
+    instances: int, decodes: int, context: float, prompt: int, step_ms: float, kv_tokens: int, current: int, pressure: float
 ) -> None:
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=step_ms, kv_tokens=kv_tokens)
-    demand = FleetDemand(instances=instances, decodes=decodes, mean_context_tokens=context, prompt_tokens=prompt)
-    plan = plan_fleet(table, limits, demand, current)
 
     def beside(decodes: int) -> float:
         return prefill_rate(table, limits, decodes, context, prompt)
 
+    colocated = instances * beside(math.ceil(decodes / instances))
+    arriving = pressure * colocated
+    demand = FleetDemand(instances=instances, decodes=decodes, mean_context_tokens=context, prompt_tokens=prompt, prefill_rate=arriving)
+    plan = plan_fleet(table, limits, demand, current)
+    presses = arriving > 0.5 * colocated
+    limit_ms = step_ms if presses else 0.5 * step_ms
     most = 0
-    while most < 256 and (most + 1) * context <= 1.2 * kv_tokens and _decodes_ms(table, most + 1, context) <= step_ms:
+    while most < 256 and (most + 1) * context <= 1.2 * kv_tokens and _decodes_ms(table, most + 1, context) <= limit_ms:
         most += 1
 
     def rate(gathering: int) -> float:
         held = min(most, math.ceil(decodes / gathering))
         left = max(0, decodes - gathering * held)
+        if left and not presses:
+            return 0.0
         others = math.ceil(left / (instances - gathering))
         return gathering * beside(held) + (instances - gathering) * beside(others)
 
-    colocated = instances * beside(math.ceil(decodes / instances))
     assert plan.colocated_rate == pytest.approx(colocated)
     if decodes == 0:
         return
@@ -252,16 +258,23 @@ def _decodes_ms(table: ProfileTable, decodes: int, context: float) -> float:
     return table.step_ms(BatchShape(decodes=decodes, decode_context_tokens=round(decodes * context)))
 
 
-def test_more_decodes_than_the_others_could_be_kept_free_of_end_the_gathering() -> None:
-    table, limits = ProfileTable(A100), InstanceLimits(step_ms=50.0, kv_tokens=90_000)
+def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: float) -> int:
+    demand = FleetDemand(instances=2, decodes=decodes, mean_context_tokens=1000.0, prompt_tokens=2000, prefill_rate=prefill_rate)
+    return plan_fleet(ProfileTable(A100), limits, demand, current).gathering
 
-    def gathering(decodes: int, current: int) -> int:
-        demand = FleetDemand(instances=2, decodes=decodes, mean_context_tokens=1000.0, prompt_tokens=2000)
-        return plan_fleet(table, limits, demand, current).gathering
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_more_decodes_than_an_instance_has_memory_for_are_gathered_until_they_are_far_more(current: int) -> None:
+    limits = InstanceLimits(step_ms=50.0, kv_tokens=90_000)
     # 1.2 times what memory holds: gathered, they are fewer at a time than beside prefill.
-    assert [gathering(decodes, 0) for decodes in (8, 90, 108, 130)] == [1, 1, 1, 0]
-    assert [gathering(decodes, 1) for decodes in (8, 90, 108, 130)] == [1, 1, 1, 0]
+    assert [gathering(decodes, current, limits, 10.0) for decodes in (8, 90, 108, 130)] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_decodes_that_nearly_fill_steps_are_gathered_only_where_prompts_press(current: int) -> None:
+    limits = InstanceLimits(step_ms=80.0, kv_tokens=1_000_000)
+    assert [gathering(decodes, current, limits, 10.0) for decodes in (60, 100)] == [1, 1]
+    assert [gathering(decodes, current, limits, 0.1) for decodes in (60, 100)] == [1, 0]
 
 
 def test_a_plan_stays_while_another_is_hardly_better() -> None:

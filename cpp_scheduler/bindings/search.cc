@@ -19,8 +19,9 @@ namespace {
 
 void BindPlanner(nb::module_& m) {
   nb::class_<FleetDemand>(m, "FleetDemand", "What the fleet has to do now.")
-      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t>(), nb::kw_only(),
-           "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a);
+      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t, double>(), nb::kw_only(),
+           "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
+           "prefill_rate"_a = 0.0);
   nb::class_<FleetPlan> plan(m, "FleetPlan",
                              "How many instances gather the decodes (0: none in particular), and "
                              "the prefill rate of the fleet, in tokens per millisecond.");
@@ -36,7 +37,9 @@ void BindPlanner(nb::module_& m) {
       [](const ProfileTable& table, const InstanceLimits& limits, const FleetDemand& demand,
          std::int64_t current) { return PlanFleet(table, limits, demand, current); },
       "table"_a, "limits"_a, "demand"_a, "current"_a,
-      "The plan of the highest prefill rate that holds the decodes; `current` stays among equals.");
+      "The plan of the highest prefill rate; `current` stays among equals. prefill_rate of the "
+      "demand: "
+      "tokens per millisecond that arrive.");
 }
 
 void BindOutcome(nb::module_& m) {

@@ -24,7 +24,10 @@ class Rates {
         limits_(limits),
         demand_(demand),
         free_(Beside(0)),
-        most_(MostDecodes(options.most_kv_share)) {}
+        colocated_(static_cast<double>(demand.instances) *
+                   Beside(DividedUp(demand.decodes, demand.instances))),
+        presses_(demand.prefill_rate > options.pressing_share * colocated_),
+        most_(MostDecodes(options)) {}
 
   double Beside(std::int64_t decodes) const {
     return PrefillRate(table_, limits_, decodes, demand_.mean_context_tokens,
@@ -32,30 +35,31 @@ class Rates {
   }
 
   double Free() const { return free_; }
+  double Colocated() const { return colocated_; }
 
-  // Of the fleet with this many instances gathering, and the others with what those do not hold.
+  // Of the fleet with so many of its instances gathering; 0 where that must not be.
   double Of(std::int64_t gathering) const {
     const std::int64_t free = demand_.instances - gathering;
-    const std::int64_t wanted = DividedUp(demand_.decodes, gathering);
-    const auto n = static_cast<double>(gathering);
-    if (free == 0) return n * Beside(wanted);
-    const std::int64_t held = std::min(wanted, most_);
+    const std::int64_t held = std::min(DividedUp(demand_.decodes, gathering), most_);
     const std::int64_t left = std::max<std::int64_t>(0, demand_.decodes - gathering * held);
+    if (left > 0 && !presses_) return 0.0;
     const double others = left == 0 ? free_ : Beside(DividedUp(left, free));
-    return n * Beside(held) + static_cast<double>(free) * others;
+    return static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
   }
 
  private:
-  // The most decodes of one instance: seats, KV memory, and a step of them alone within the limit.
-  std::int64_t MostDecodes(double most_kv_share) const {
+  // Of one instance: as many as seats, KV memory and a step of them alone allow.
+  std::int64_t MostDecodes(const PlannerOptions& options) const {
     const double context = std::max(1.0, demand_.mean_context_tokens);
-    const double room = most_kv_share * static_cast<double>(limits_.kv_tokens) / context;
+    const double room = options.most_kv_share * static_cast<double>(limits_.kv_tokens) / context;
+    const double limit_ms = limits_.step_ms * (presses_ ? 1.0 : options.most_step_share);
     std::int64_t least = 0;
-    std::int64_t most = std::min(limits_.max_requests, static_cast<std::int64_t>(room));
+    auto most =
+        static_cast<std::int64_t>(std::min(room, static_cast<double>(limits_.max_requests)));
     while (least < most) {
       const std::int64_t middle = DividedUp(least + most, 2);
       const double tokens = static_cast<double>(middle) * context;
-      const bool fits = table_.StepMs({0, 0.0, middle, std::llround(tokens)}) <= limits_.step_ms;
+      const bool fits = table_.StepMs({0, 0.0, middle, std::llround(tokens)}) <= limit_ms;
       (fits ? least : most) = fits ? middle : middle - 1;
     }
     return least;
@@ -65,6 +69,8 @@ class Rates {
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
   const double free_;
+  const double colocated_;
+  const bool presses_;
   const std::int64_t most_;
 };
 
@@ -96,7 +102,7 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
   const double free = rates.Free();
   const double unit = static_cast<double>(demand.instances) * free;
   plan.lost_share = free > 0.0 ? std::max(0.0, 1.0 - rates.Beside(1) / free) : 0.0;
-  plan.colocated_rate = plan.prefill_rate = rates.Of(demand.instances);
+  plan.colocated_rate = plan.prefill_rate = rates.Colocated();
 
   // What there is, while it is worth it; else colocation.
   if (current > 0 && current < demand.instances) {

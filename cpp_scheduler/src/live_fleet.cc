@@ -171,6 +171,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     demand.prompt_tokens =
         std::max<std::int64_t>(1, std::llround(recent_prompt_tokens_ / recent_arrivals_));
   }
+  demand.prefill_rate = PromptRate(now_ms);
   // A fleet that is slower than its table holds fewer decodes within the SLO, and prefills less.
   double scale = 0.0;
   InstanceLimits limits = order.front().instance->limits;
@@ -205,6 +206,10 @@ SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) con
           instance.promised_tokens - own_promise};
 }
 
+double LiveFleet::PromptRate(double now_ms) const {
+  return std::exp(-(now_ms - counted_ms_) / kRecentMs) * recent_prompt_tokens_ / kRecentMs;
+}
+
 SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) const {
   const double kept = std::exp(-(now_ms - counted_ms_) / kRecentMs);
   SearchOptions options;
@@ -213,8 +218,7 @@ SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) con
   options.arrivals_per_ms = kept * recent_arrivals_ / kRecentMs / static_cast<double>(instances);
   options.lost_share = plan_.lost_share;
   const double rate = plan_.prefill_rate;
-  options.prefill_pressure =
-      rate > 0.0 ? std::min(1.0, kept * recent_prompt_tokens_ / kRecentMs / rate) : 1.0;
+  options.prefill_pressure = rate > 0.0 ? std::min(1.0, PromptRate(now_ms) / rate) : 1.0;
   return options;
 }
 

@@ -141,6 +141,7 @@ class LiveFleet {
                           double now_ms);
   Placement ChoosePaper(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                         double now_ms);
+  double PromptRate(double now_ms) const;  // that arrive lately, tokens per millisecond
   SearchOptions Circumstances(std::size_t instances, double now_ms) const;
   SearchInstance Seen(Instance& instance, std::int64_t own_promise) const;
   void CountStep(Instance& instance, const BatchShape& shape, double measured_ms, double now_ms);
