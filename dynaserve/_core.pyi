@@ -828,7 +828,7 @@ class Scheduler:
 class FleetDemand:
     """What the fleet has to do now."""
 
-    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0) -> None: ...
+    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0, output_rate: float = 0.0) -> None: ...
 
 class FleetPlan:
     """

@@ -213,10 +213,11 @@ def test_later_requests_wait_for_work_as_long_as_there_is_a_queue() -> None:
     step_ms=st.floats(20.0, 200.0),
     kv_tokens=st.integers(1000, 500_000),
     current=st.integers(0, 12),
-    pressure=st.sampled_from([0.0, 0.4, 0.6, 1.5]),
+    pressure=st.sampled_from([0.0, 0.5, 1.5]),
+    outputs=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
 )
 def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
-    instances: int, decodes: int, context: float, prompt: int, step_ms: float, kv_tokens: int, current: int, pressure: float
+    instances: int, decodes: int, context: float, prompt: int, step_ms: float, kv_tokens: int, current: int, pressure: float, outputs: float
 ) -> None:
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=step_ms, kv_tokens=kv_tokens)
 
@@ -225,21 +226,27 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
 
     colocated = instances * beside(math.ceil(decodes / instances))
     arriving = pressure * colocated
-    demand = FleetDemand(instances=instances, decodes=decodes, mean_context_tokens=context, prompt_tokens=prompt, prefill_rate=arriving)
+    demand = FleetDemand(
+        instances=instances,
+        decodes=decodes,
+        mean_context_tokens=context,
+        prompt_tokens=prompt,
+        prefill_rate=arriving,
+        output_rate=outputs * arriving,
+    )
     plan = plan_fleet(table, limits, demand, current)
-    presses = arriving > 0.5 * colocated
-    limit_ms = step_ms if presses else 0.5 * step_ms
+
     most = 0
-    while most < 256 and (most + 1) * context <= 1.2 * kv_tokens and _decodes_ms(table, most + 1, context) <= limit_ms:
+    while most < 256 and (most + 1) * context <= 1.2 * kv_tokens and _decodes_ms(table, most + 1, context) <= step_ms:
         most += 1
 
     def rate(gathering: int) -> float:
         held = min(most, math.ceil(decodes / gathering))
         left = max(0, decodes - gathering * held)
-        if left and not presses:
-            return 0.0
         others = math.ceil(left / (instances - gathering))
-        return gathering * beside(held) + (instances - gathering) * beside(others)
+        found = gathering * beside(held) + (instances - gathering) * beside(others)
+        generated = gathering * most / _decodes_ms(table, most, context) if most else 0.0
+        return found if most and outputs * min(arriving, found) <= 1.5 * generated else 0.0
 
     assert plan.colocated_rate == pytest.approx(colocated)
     if decodes == 0:
@@ -258,8 +265,15 @@ def _decodes_ms(table: ProfileTable, decodes: int, context: float) -> float:
     return table.step_ms(BatchShape(decodes=decodes, decode_context_tokens=round(decodes * context)))
 
 
-def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: float) -> int:
-    demand = FleetDemand(instances=2, decodes=decodes, mean_context_tokens=1000.0, prompt_tokens=2000, prefill_rate=prefill_rate)
+def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: float = 0.0, output_rate: float = 0.0) -> int:
+    demand = FleetDemand(
+        instances=2,
+        decodes=decodes,
+        mean_context_tokens=1000.0,
+        prompt_tokens=2000,
+        prefill_rate=prefill_rate,
+        output_rate=output_rate,
+    )
     return plan_fleet(ProfileTable(A100), limits, demand, current).gathering
 
 
@@ -267,14 +281,17 @@ def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: 
 def test_more_decodes_than_an_instance_has_memory_for_are_gathered_until_they_are_far_more(current: int) -> None:
     limits = InstanceLimits(step_ms=50.0, kv_tokens=90_000)
     # 1.2 times what memory holds: gathered, they are fewer at a time than beside prefill.
-    assert [gathering(decodes, current, limits, 10.0) for decodes in (8, 90, 108, 130)] == [1, 1, 1, 0]
+    assert [gathering(decodes, current, limits) for decodes in (8, 90, 108, 130)] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("current", [0, 1])
-def test_decodes_that_nearly_fill_steps_are_gathered_only_where_prompts_press(current: int) -> None:
-    limits = InstanceLimits(step_ms=80.0, kv_tokens=1_000_000)
-    assert [gathering(decodes, current, limits, 10.0) for decodes in (60, 100)] == [1, 1]
-    assert [gathering(decodes, current, limits, 0.1) for decodes in (60, 100)] == [1, 0]
+def test_nothing_is_gathered_where_answers_are_what_a_fleet_lacks(current: int) -> None:
+    limits = InstanceLimits(step_ms=100.0, kv_tokens=1_000_000, max_requests=128)
+    most_rate = 1.5 * 128 / _decodes_ms(ProfileTable(A100), 128, 1000.0)
+    assert gathering(60, current, limits, 10.0, 0.99 * most_rate) == 1
+    assert gathering(60, current, limits, 10.0, 1.01 * most_rate) == 0
+    # Answers do not come faster than their prompts are prefilled.
+    assert gathering(60, current, limits, 100.0, 1.01 * most_rate) == 1
 
 
 def test_a_plan_stays_while_another_is_hardly_better() -> None:

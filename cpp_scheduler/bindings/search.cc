@@ -19,9 +19,9 @@ namespace {
 
 void BindPlanner(nb::module_& m) {
   nb::class_<FleetDemand>(m, "FleetDemand", "What the fleet has to do now.")
-      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t, double>(), nb::kw_only(),
-           "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
-           "prefill_rate"_a = 0.0);
+      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t, double, double>(),
+           nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
+           "prefill_rate"_a = 0.0, "output_rate"_a = 0.0);
   nb::class_<FleetPlan> plan(m, "FleetPlan",
                              "How many instances gather the decodes (0: none in particular), and "
                              "the prefill rate of the fleet, in tokens per millisecond.");

@@ -23,11 +23,9 @@ class Rates {
       : table_(table),
         limits_(limits),
         demand_(demand),
+        options_(options),
         free_(Beside(0)),
-        colocated_(static_cast<double>(demand.instances) *
-                   Beside(DividedUp(demand.decodes, demand.instances))),
-        presses_(demand.prefill_rate > options.pressing_share * colocated_),
-        most_(MostDecodes(options)) {}
+        most_(MostDecodes()) {}
 
   double Beside(std::int64_t decodes) const {
     return PrefillRate(table_, limits_, decodes, demand_.mean_context_tokens,
@@ -35,31 +33,46 @@ class Rates {
   }
 
   double Free() const { return free_; }
-  double Colocated() const { return colocated_; }
 
-  // Of the fleet with so many of its instances gathering; 0 where that must not be.
-  double Of(std::int64_t gathering) const {
+  double Colocated() const {
+    const std::int64_t decodes = DividedUp(demand_.decodes, demand_.instances);
+    return static_cast<double>(demand_.instances) * Beside(decodes);
+  }
+
+  // Of the fleet with so many of its instances gathering; 0 where they would not keep up.
+  double Gathered(std::int64_t gathering) const {
     const std::int64_t free = demand_.instances - gathering;
     const std::int64_t held = std::min(DividedUp(demand_.decodes, gathering), most_);
     const std::int64_t left = std::max<std::int64_t>(0, demand_.decodes - gathering * held);
-    if (left > 0 && !presses_) return 0.0;
     const double others = left == 0 ? free_ : Beside(DividedUp(left, free));
-    return static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
+    const double rate =
+        static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
+    return KeepUp(gathering, rate) ? rate : 0.0;
   }
 
  private:
+  // Whether they generate, in steps of decodes alone, what so much prefill brings.
+  bool KeepUp(std::int64_t gathering, double prefill_rate) const {
+    if (most_ == 0) return false;
+    const double context = static_cast<double>(most_) * demand_.mean_context_tokens;
+    const double step_ms = table_.StepMs({0, 0.0, most_, std::llround(context)});
+    const double generated = static_cast<double>(gathering * most_) / step_ms;
+    const double part =
+        demand_.prefill_rate > prefill_rate ? prefill_rate / demand_.prefill_rate : 1.0;
+    return part * demand_.output_rate <= options_.most_decode_load * generated;
+  }
+
   // Of one instance: as many as seats, KV memory and a step of them alone allow.
-  std::int64_t MostDecodes(const PlannerOptions& options) const {
+  std::int64_t MostDecodes() const {
     const double context = std::max(1.0, demand_.mean_context_tokens);
-    const double room = options.most_kv_share * static_cast<double>(limits_.kv_tokens) / context;
-    const double limit_ms = limits_.step_ms * (presses_ ? 1.0 : options.most_step_share);
+    const double room = options_.most_kv_share * static_cast<double>(limits_.kv_tokens) / context;
     std::int64_t least = 0;
     auto most =
         static_cast<std::int64_t>(std::min(room, static_cast<double>(limits_.max_requests)));
     while (least < most) {
       const std::int64_t middle = DividedUp(least + most, 2);
       const double tokens = static_cast<double>(middle) * context;
-      const bool fits = table_.StepMs({0, 0.0, middle, std::llround(tokens)}) <= limit_ms;
+      const bool fits = table_.StepMs({0, 0.0, middle, std::llround(tokens)}) <= limits_.step_ms;
       (fits ? least : most) = fits ? middle : middle - 1;
     }
     return least;
@@ -68,9 +81,8 @@ class Rates {
   const ProfileTable& table_;
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
+  const PlannerOptions& options_;
   const double free_;
-  const double colocated_;
-  const bool presses_;
   const std::int64_t most_;
 };
 
@@ -106,7 +118,7 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
 
   // What there is, while it is worth it; else colocation.
   if (current > 0 && current < demand.instances) {
-    const double rate = rates.Of(current);
+    const double rate = rates.Gathered(current);
     if (demand.decodes == 0 || rate > plan.colocated_rate + options.least_kept * unit) {
       plan.gathering = current;
       plan.prefill_rate = rate;
@@ -120,7 +132,7 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
     const std::int64_t gathering = std::max<std::int64_t>(last + 1, std::llround(next));
     if (gathering >= demand.instances) break;
     last = gathering;
-    const double rate = rates.Of(gathering);
+    const double rate = rates.Gathered(gathering);
     if (rate > wanted && rate > plan.prefill_rate) {
       plan.gathering = gathering;
       plan.prefill_rate = rate;

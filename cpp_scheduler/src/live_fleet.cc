@@ -141,6 +141,8 @@ void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
   counted_ms_ = now_ms;
   recent_arrivals_ = kept * recent_arrivals_ + 1.0;
   recent_prompt_tokens_ = kept * recent_prompt_tokens_ + static_cast<double>(request.prompt_tokens);
+  recent_output_tokens_ =
+      kept * recent_output_tokens_ + static_cast<double>(request.expected_output_tokens);
 }
 
 void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
@@ -172,6 +174,9 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
         std::max<std::int64_t>(1, std::llround(recent_prompt_tokens_ / recent_arrivals_));
   }
   demand.prefill_rate = PromptRate(now_ms);
+  demand.output_rate = demand.prefill_rate > 0.0
+                           ? demand.prefill_rate * recent_output_tokens_ / recent_prompt_tokens_
+                           : 0.0;
   // A fleet that is slower than its table holds fewer decodes within the SLO, and prefills less.
   double scale = 0.0;
   InstanceLimits limits = order.front().instance->limits;

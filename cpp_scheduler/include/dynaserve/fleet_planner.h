@@ -18,7 +18,8 @@ struct FleetDemand {
   std::int64_t decodes = 0;
   double mean_context_tokens = 0.0;   // of a decode
   std::int64_t prompt_tokens = 1024;  // of a typical request
-  double prefill_rate = 0.0;          // tokens per millisecond that arrive
+  double prefill_rate = 0.0;          // prompt tokens per millisecond that arrive
+  double output_rate = 0.0;           // and output tokens per millisecond that they will have
 };
 
 struct FleetPlan {
@@ -39,12 +40,10 @@ struct PlannerOptions {
   // counted run in steps that prefill makes long; those that are gathered run in shorter ones, and
   // so are fewer at a time.
   double most_kv_share = 1.2;
-  // Of what the colocated fleet prefills: more arriving prompts than this press.  Only then may the
-  // gathering instances be full, and the others take what is left; else their steps are to be
-  // filled by decodes to most_step_share only, since contexts grow, and what fleets of long answers
-  // lack is not prefill.
-  double pressing_share = 0.5;
-  double most_step_share = 0.5;
+  // Output tokens that arrive, over what the gathering instances generate in steps of decodes
+  // alone. More than they can: the others take some, and steps of fewer decodes are shorter.
+  // Beyond, answers are what the fleet lacks, and all its seats and memory are wanted.
+  double most_decode_load = 1.5;
 };
 
 // Prefill tokens per millisecond of one instance beside these decodes; 0 where they leave no room.
@@ -52,10 +51,11 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
                    double mean_context_tokens, std::int64_t prompt_tokens);
 
 // The plan of the highest prefill rate.  A gathering instance holds as many decodes as it has seats
-// and KV memory for, and as a step of them alone takes within limits.step_ms; those beyond run on
-// the others, where prompts press, and else nothing is gathered.  `current` (its number of
-// gathering instances) stays unless another plan gains least_gain, or it gains less than least_kept
-// itself. Above 32 instances the numbers tried are 32, spread geometrically.
+// and KV memory for, and as a step of them alone takes at most limits.step_ms; those beyond run on
+// the others.  Nothing is gathered where those instances would not keep up with the answers.
+// `current` (its number of gathering instances) stays unless another plan gains least_gain, or it
+// gains less than least_kept itself.  Above 32 instances the numbers tried are 32, spread
+// geometrically.
 FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
                     const FleetDemand& demand, std::int64_t current,
                     const PlannerOptions& options = {});

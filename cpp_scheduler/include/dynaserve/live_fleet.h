@@ -172,6 +172,7 @@ class LiveFleet {
   double counted_ms_ = 0.0;
   double recent_arrivals_ = 0.0;
   double recent_prompt_tokens_ = 0.0;
+  double recent_output_tokens_ = 0.0;  // that are expected
 
   // Kept for their memory.
   SplitSearch search_;
