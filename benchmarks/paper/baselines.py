@@ -20,6 +20,9 @@ FIRST_PER_S = {
     "mini-reasoning": 2.5,
     "hybrid": 4.0,
     "r1-reasoning": 1.0,
+    "table1-prefill": 1.2,
+    "table1-balanced": 2.5,
+    "table1-decode": 2.5,
     "mooncake": 0.5,
 }
 """The rate that a search begins with."""
