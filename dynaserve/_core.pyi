@@ -371,8 +371,10 @@ class ExecutionPredictor:
         When the first prefill token of a request that came now could be computed.
         """
 
-    def prefill_tokens(self, now_ms: float) -> int:
-        """Prefill tokens that are admitted or wait."""
+    def prefill_tokens(self, now_ms: float, before: int | None = None) -> int:
+        """
+        Prefill tokens that are admitted or wait, before those of the request of that key.
+        """
 
     def find(self, key: int, now_ms: float) -> VirtualRequest | None:
         """A request as it stands now; None: it is not there (any more)."""
@@ -826,9 +828,11 @@ class Scheduler:
         """RuntimeError: a reservation is negative, orphaned or counted twice."""
 
 class FleetDemand:
-    """What the fleet has to do now."""
+    """
+    What the fleet has to do now: decodes that run; prompt and output tokens that arrive per millisecond, and the mean context of a decode of these.
+    """
 
-    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0, output_rate: float = 0.0) -> None: ...
+    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0, output_rate: float = 0.0, answer_context_tokens: float = 0.0) -> None: ...
 
 class FleetPlan:
     """
@@ -837,6 +841,9 @@ class FleetPlan:
 
     @property
     def gathering(self) -> int: ...
+
+    @property
+    def is_short_of_room(self) -> bool: ...
 
     @property
     def prefill_rate(self) -> float: ...
@@ -857,14 +864,12 @@ def prefill_rate(table: ProfileTable, limits: InstanceLimits, decodes: int, mean
     """Prefill tokens per millisecond of one instance beside these decodes."""
 
 def plan_fleet(table: ProfileTable, limits: InstanceLimits, demand: FleetDemand, current: int) -> FleetPlan:
-    """
-    The plan of the highest prefill rate; `current` stays among equals. prefill_rate of the demand: tokens per millisecond that arrive.
-    """
+    """The plan of the highest prefill rate; `current` stays among equals."""
 
 class Outcome:
     """What a placement is predicted to do."""
 
-    def __init__(self, *, ttft_ms: float = 0.0, others_wait_ms: float = 0.0, lost_prefill_ms: float = 0.0, hand_off_ms: float = 0.0, gap_ms: float = 0.0, decode_step_ms: float = 0.0, decode_tokens: float = 0.0, overflow_tokens: float = 0.0, token_ms: float = 0.0) -> None: ...
+    def __init__(self, *, ttft_ms: float = 0.0, others_wait_ms: float = 0.0, lost_prefill_ms: float = 0.0, hand_off_ms: float = 0.0, gap_ms: float = 0.0, decode_step_ms: float = 0.0, decode_tokens: float = 0.0, overflow_tokens: float = 0.0, token_ms: float = 0.0, decodes_late_ms: float = 0.0) -> None: ...
 
     @property
     def ttft_ms(self) -> float: ...
@@ -893,6 +898,9 @@ class Outcome:
     @property
     def token_ms(self) -> float: ...
 
+    @property
+    def decodes_late_ms(self) -> float: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
@@ -910,7 +918,7 @@ def others_wait_ms(queue_ms: float, work_ms: float, arrivals_per_ms: float) -> f
 class SearchInstance:
     """One instance that accepts new work."""
 
-    def __init__(self, predictor: ExecutionPredictor, *, keeps_free: bool = False, cached_tokens: int = 0, promised_tokens: int = 0) -> None: ...
+    def __init__(self, predictor: ExecutionPredictor, *, keeps_free: bool = False, cached_tokens: int = 0, promised_tokens: int = 0, has_decode: bool = False) -> None: ...
 
 class SearchRequest:
     """What the search knows about a request."""
@@ -926,7 +934,7 @@ class SearchRequest:
 class SearchOptions:
     """What the search knows beside the instances."""
 
-    def __init__(self, *, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, hand_off_price_ms: float = 20.0, hand_off_price_share: float = 0.05, least_part_tokens: int = 16, least_cut_prompt_tokens: int = 32, arrivals_per_ms: float = 0.0, lost_share: float = 0.0, prefill_pressure: float = 0.0) -> None: ...
+    def __init__(self, *, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, hand_off_price_ms: float = 20.0, hand_off_price_share: float = 0.05, least_part_tokens: int = 16, least_cut_prompt_tokens: int = 32, arrivals_per_ms: float = 0.0, lost_share: float = 0.0, prefill_pressure: float = 0.0, mean_context_tokens: float = 0.0, level_step_ms: float = float('inf')) -> None: ...
 
 class Choice:
     """Indices of the instances, the cut, and what it is predicted to cost."""

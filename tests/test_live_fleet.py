@@ -222,14 +222,14 @@ def test_an_instance_looks_at_few_of_its_hand_offs_at_a_time() -> None:
 
 def test_a_hand_off_is_looked_at_when_its_turn_is_near() -> None:
     scheduler = fleet(Policy.dynamic)
-    waiting, beta, now_ms = cut_requests(scheduler, prompt=6000)
+    waiting, beta, now_ms = cut_requests(scheduler, prompt=9000)
     scheduler.report_others(beta, [other(0, 60_000, 60_100)] * 3, now_ms + 250.0)
 
     def revised(at_ms: float) -> list[str]:
         return [name for name in waiting if scheduler.revise(name, at_ms) is not None]
 
     assert revised(now_ms + 250.0) == waiting[:4]
-    assert revised(now_ms + 450.0) == [], "30,000 tokens are to be computed before the next"
+    assert revised(now_ms + 450.0) == [], "more than four steps of prefill come before the next"
     assert revised(now_ms + 2000.0) == waiting[4:5]
 
 
@@ -338,7 +338,7 @@ def test_a_fleet_slower_than_its_table_does_not_gather_more_decodes_than_the_slo
         for _ in range(200):
             for name in ("i0", "i1"):
                 scheduler.observe_step(name, shape, factor * A100.step_ms(shape), 0.0)
-        prediction = placed(scheduler, request("r", 2000), 20_000.0).prediction
+        prediction = placed(scheduler, request("r", 2000), 70_000.0).prediction
         assert prediction is not None
         return prediction.gathering
 
@@ -352,7 +352,7 @@ def test_no_more_decodes_are_gathered_than_the_smallest_instance_holds(small: st
     scheduler.observe(InstanceState(small, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000, max_requests=20)))
     for number in range(60):
         scheduler.place(request(str(number), 900, 4000, forced_split=0), 0.0)
-    prediction = placed(scheduler, request("r", 2000), 20_000.0).prediction
+    prediction = placed(scheduler, request("r", 2000), 70_000.0).prediction
     assert prediction is not None
     assert prediction.gathering == 0
 

@@ -74,6 +74,8 @@ def random_search(seed: int) -> tuple[list[SearchInstance], SearchRequest, Searc
         arrivals_per_ms=rng.choice([0.0, 0.001, 0.004]),
         lost_share=0.15,
         prefill_pressure=rng.choice([0.0, 0.5, 1.0]),
+        mean_context_tokens=1500.0,
+        level_step_ms=math.inf if gathers else rng.choice([25.0, 35.0, math.inf]),
     )
     return instances, request, options
 
@@ -124,6 +126,14 @@ def two(decodes: int) -> list[SearchInstance]:
     running = [VirtualRequest(key=key, context_tokens=800, decode_tokens=500) for key in range(decodes)]
     gathering.replace(running, [], NOW_MS)
     return [SearchInstance(gathering), SearchInstance(free, keeps_free=True)]
+
+
+def decoding(decodes: int, step_ms: float = 50.0, prompt: int = 0) -> ExecutionPredictor:
+    predictor = ExecutionPredictor(ProfileTable(A100), InstanceLimits(step_ms=step_ms))
+    running = [VirtualRequest(key=key, context_tokens=800, decode_tokens=500) for key in range(decodes)]
+    waiting = [VirtualRequest(key=1000, prefill_tokens=prompt, decode_tokens=0)] if prompt else []
+    predictor.replace(running, waiting, NOW_MS)
+    return predictor
 
 
 BUSY = SearchOptions(arrivals_per_ms=0.001, lost_share=0.15, prefill_pressure=1.0)
@@ -193,12 +203,50 @@ def test_what_breaks_an_slo_costs_more() -> None:
     slo = Slo(ttft_ms=100.0, tbt_ms=50.0)
     assert objective_ms(Outcome(ttft_ms=110.0), slo) == pytest.approx(110.0 + 10 * 10.0)
     assert objective_ms(Outcome(decode_step_ms=60.0, decode_tokens=7.0), slo) == pytest.approx(70.0)
+    assert objective_ms(Outcome(decodes_late_ms=4.0, decode_tokens=7.0), slo) == pytest.approx(28.0)
     assert objective_ms(Outcome(gap_ms=80.0), slo) == pytest.approx(30.0)
     assert objective_ms(Outcome(overflow_tokens=100.0, token_ms=0.1), slo) == pytest.approx(10.0)
 
 
 def test_later_requests_wait_for_work_as_long_as_there_is_a_queue() -> None:
     assert others_wait_ms(300.0, 100.0, 0.01) == pytest.approx(0.01 * 100.0 * 350.0)
+
+
+# --- decodes that others make late
+
+
+def late_ms(decodes: int, options: SearchOptions, step_ms: float = 50.0, has_decode: bool = False) -> float:
+    instance = SearchInstance(decoding(decodes, step_ms), has_decode=has_decode)
+    found = SplitSearch().try_whole([instance], 0, request_of(300), options, NOW_MS)
+    return found.outcome.decodes_late_ms
+
+
+def test_a_decode_above_the_level_of_the_fleet_makes_all_of_its_instance_late() -> None:
+    table = ProfileTable(A100)
+    level_ms = _decodes_ms(table, 20, 1000.0)
+    options = SearchOptions(mean_context_tokens=1000.0, level_step_ms=level_ms)
+    assert late_ms(19, options) == 0.0
+    thirty_ms = 30 * (_decodes_ms(table, 30, 1000.0) - level_ms)
+    assert late_ms(29, options) == pytest.approx(thirty_ms)
+    assert late_ms(30, options, has_decode=True) == pytest.approx(thirty_ms)  # it is one of these
+
+
+def test_a_decode_that_takes_a_step_beyond_its_limit_makes_the_others_late() -> None:
+    table = ProfileTable(A100)
+    options = SearchOptions(mean_context_tokens=1000.0)
+    limit_ms = _decodes_ms(table, 20, 1000.0)
+    assert late_ms(19, options, limit_ms) == 0.0
+    assert late_ms(20, options, limit_ms) == pytest.approx(20 * (_decodes_ms(table, 21, 1000.0) - limit_ms))
+    assert late_ms(30, options, limit_ms) == pytest.approx(30 * (_decodes_ms(table, 31, 1000.0) - _decodes_ms(table, 30, 1000.0)))
+
+
+def test_decodes_are_kept_level_where_nothing_is_gathered() -> None:
+    # The first has the more decodes, and is free at once.
+    instances = [SearchInstance(decoding(24)), SearchInstance(decoding(20, prompt=400))]
+    request = SearchRequest(prompt_tokens=30, expected_output_tokens=400, likely_output_tokens=400)
+    level = SearchOptions(mean_context_tokens=1000.0, level_step_ms=_decodes_ms(ProfileTable(A100), 22, 1000.0))
+    assert SplitSearch().find(instances, request, SearchOptions(mean_context_tokens=1000.0), NOW_MS).alpha == 0
+    assert SplitSearch().find(instances, request, level, NOW_MS).alpha == 1
 
 
 # --- the fleet plan
@@ -215,9 +263,19 @@ def test_later_requests_wait_for_work_as_long_as_there_is_a_queue() -> None:
     current=st.integers(0, 12),
     pressure=st.sampled_from([0.0, 0.5, 1.5]),
     outputs=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
+    to_come=st.floats(10.0, 4000.0),
 )
 def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
-    instances: int, decodes: int, context: float, prompt: int, step_ms: float, kv_tokens: int, current: int, pressure: float, outputs: float
+    instances: int,
+    decodes: int,
+    context: float,
+    prompt: int,
+    step_ms: float,
+    kv_tokens: int,
+    current: int,
+    pressure: float,
+    outputs: float,
+    to_come: float,
 ) -> None:
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=step_ms, kv_tokens=kv_tokens)
 
@@ -233,23 +291,34 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         prompt_tokens=prompt,
         prefill_rate=arriving,
         output_rate=outputs * arriving,
+        answer_context_tokens=to_come,
     )
     plan = plan_fleet(table, limits, demand, current)
 
-    most = 0
-    while most < 256 and (most + 1) * context <= 1.2 * kv_tokens and _decodes_ms(table, most + 1, context) <= step_ms:
-        most += 1
+    def most_within(kv_tokens: float, context: float, step_ms: float) -> int:
+        return max((n for n in range(1, 257) if n * context <= kv_tokens and _decodes_ms(table, n, context) <= step_ms), default=0)
+
+    def generated(decodes: int) -> float:
+        return decodes / _decodes_ms(table, decodes, to_come) if decodes else 0.0
+
+    most = most_within(1.2 * kv_tokens, context, math.inf)
+    while most and _decodes_ms(table, most, context) > step_ms:
+        most -= 1
+    most_generated = 1.5 * generated(most_within(math.inf, to_come, step_ms))
 
     def rate(gathering: int) -> float:
         held = min(most, math.ceil(decodes / gathering))
         left = max(0, decodes - gathering * held)
         others = math.ceil(left / (instances - gathering))
         found = gathering * beside(held) + (instances - gathering) * beside(others)
-        generated = gathering * most / _decodes_ms(table, most, context) if most else 0.0
-        return found if most and outputs * min(arriving, found) <= 1.5 * generated else 0.0
+        return found if outputs * min(arriving, found) <= gathering * most_generated else 0.0
 
     assert plan.colocated_rate == pytest.approx(colocated)
+    if plan.gathering:
+        brought = outputs * min(arriving, plan.prefill_rate)
+        assert plan.is_short_of_room == (brought > plan.gathering * generated(most_within(kv_tokens, to_come, math.inf)))
     if decodes == 0:
+        assert plan.prefill_rate == pytest.approx(colocated)  # no decodes cost nothing wherever they are
         return
     unit = instances * beside(0)
     rates = {k: rate(k) for k in range(1, instances)}
@@ -273,6 +342,7 @@ def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: 
         prompt_tokens=2000,
         prefill_rate=prefill_rate,
         output_rate=output_rate,
+        answer_context_tokens=1000.0,
     )
     return plan_fleet(ProfileTable(A100), limits, demand, current).gathering
 
@@ -292,6 +362,20 @@ def test_nothing_is_gathered_where_answers_are_what_a_fleet_lacks(current: int) 
     assert gathering(60, current, limits, 10.0, 1.01 * most_rate) == 0
     # Answers do not come faster than their prompts are prefilled.
     assert gathering(60, current, limits, 100.0, 1.01 * most_rate) == 1
+
+
+def test_gathering_instances_are_short_of_room_where_memory_does_not_hold_the_answers_that_come() -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=100.0, kv_tokens=60_000)
+
+    def is_short(output_rate: float) -> bool:
+        rates = {"prefill_rate": 1.0, "output_rate": output_rate}
+        demand = FleetDemand(instances=2, decodes=30, mean_context_tokens=1000.0, prompt_tokens=2000, answer_context_tokens=1000.0, **rates)
+        plan = plan_fleet(table, limits, demand, 1)
+        assert plan.gathering == 1
+        return plan.is_short_of_room
+
+    most_rate = 60 / _decodes_ms(table, 60, 1000.0)
+    assert [is_short(share * most_rate) for share in (0.5, 0.99, 1.01)] == [False, False, True]
 
 
 def test_a_plan_stays_while_another_is_hardly_better() -> None:

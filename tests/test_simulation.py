@@ -101,6 +101,33 @@ def test_a_cut_inside_the_prompt_leaves_the_first_token_to_the_second_instance()
     assert [use.tokens for use in result.uses] == [50, 150]
 
 
+A100_14B = "14.9,0.126,192,1.3e-6,0.06,1.56e-4"
+
+
+def at_rate(policy: Policy, rate: float, prompt: int, output: int, slo_ms: float) -> tuple[float, float, int]:
+    """800 requests of one shape, on two instances: mean TTFT in ms, share of late gaps, preemptions."""
+    rng, now_ms, requests = random.Random(1), 0.0, []
+    for _ in range(800):
+        now_ms += rng.expovariate(rate / 1000.0)
+        requests.append((now_ms, prompt, output))
+    instance = engine(Batching.slo, 8192, 128, 219_168, slo_ms)
+    result = run(requests, instance, Options(policy), instances=2, roofline=A100_14B, tbt_slo_ms=slo_ms)
+    waits_ms = [outcome.first_token_ms - at_ms for outcome, (at_ms, _, _) in zip(result.outcomes, requests, strict=True)]
+    late = sum(outcome.late_gaps for outcome in result.outcomes) / (len(requests) * (output - 1))
+    return float(np.mean(waits_ms)), late, sum(use.preemptions for use in result.uses)
+
+
+def test_decodes_that_gathering_instances_have_no_memory_for_run_on_the_others() -> None:
+    ttft_ms, late, preemptions = at_rate(Policy.dynamic, 2.4, 2048, 512, 100.0)
+    assert (late < 0.01, preemptions) == (True, 0)
+    assert ttft_ms < 1.5 * at_rate(Policy.colocated, 2.4, 2048, 512, 100.0)[0]
+
+
+def test_decodes_of_one_length_do_not_grow_old_together_on_one_instance() -> None:
+    _, late, _ = at_rate(Policy.dynamic, 1.2, 219, 1467, 50.0)
+    assert late < 0.01
+
+
 HALF = Options(Policy.fixed, 0.5)
 HALF_AT_PROMPT = Options(Policy.disaggregated, prefill_instances=1)
 

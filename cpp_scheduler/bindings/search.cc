@@ -18,18 +18,22 @@ namespace dynaserve {
 namespace {
 
 void BindPlanner(nb::module_& m) {
-  nb::class_<FleetDemand>(m, "FleetDemand", "What the fleet has to do now.")
-      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t, double, double>(),
+  nb::class_<FleetDemand>(m, "FleetDemand",
+                          "What the fleet has to do now: decodes that run; prompt and output "
+                          "tokens that arrive per millisecond, and the mean context of a decode "
+                          "of these.")
+      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t, double, double, double>(),
            nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
-           "prefill_rate"_a = 0.0, "output_rate"_a = 0.0);
+           "prefill_rate"_a = 0.0, "output_rate"_a = 0.0, "answer_context_tokens"_a = 0.0);
   nb::class_<FleetPlan> plan(m, "FleetPlan",
                              "How many instances gather the decodes (0: none in particular), and "
                              "the prefill rate of the fleet, in tokens per millisecond.");
   plan.def_ro("gathering", &FleetPlan::gathering)
+      .def_ro("is_short_of_room", &FleetPlan::is_short_of_room)
       .def_ro("prefill_rate", &FleetPlan::prefill_rate)
       .def_ro("colocated_rate", &FleetPlan::colocated_rate)
       .def_ro("lost_share", &FleetPlan::lost_share);
-  AsValue(plan, "gathering", "prefill_rate", "colocated_rate", "lost_share");
+  AsValue(plan, "gathering", "is_short_of_room", "prefill_rate", "colocated_rate", "lost_share");
   m.def("prefill_rate", &PrefillRate, "table"_a, "limits"_a, "decodes"_a, "mean_context_tokens"_a,
         "prompt_tokens"_a, "Prefill tokens per millisecond of one instance beside these decodes.");
   m.def(
@@ -37,18 +41,18 @@ void BindPlanner(nb::module_& m) {
       [](const ProfileTable& table, const InstanceLimits& limits, const FleetDemand& demand,
          std::int64_t current) { return PlanFleet(table, limits, demand, current); },
       "table"_a, "limits"_a, "demand"_a, "current"_a,
-      "The plan of the highest prefill rate; `current` stays among equals. prefill_rate of the "
-      "demand: "
-      "tokens per millisecond that arrive.");
+      "The plan of the highest prefill rate; `current` stays among equals.");
 }
 
 void BindOutcome(nb::module_& m) {
   nb::class_<Outcome> outcome(m, "Outcome", "What a placement is predicted to do.");
   outcome
-      .def(nb::init<double, double, double, double, double, double, double, double, double>(),
+      .def(nb::init<double, double, double, double, double, double, double, double, double,
+                    double>(),
            nb::kw_only(), "ttft_ms"_a = 0.0, "others_wait_ms"_a = 0.0, "lost_prefill_ms"_a = 0.0,
            "hand_off_ms"_a = 0.0, "gap_ms"_a = 0.0, "decode_step_ms"_a = 0.0,
-           "decode_tokens"_a = 0.0, "overflow_tokens"_a = 0.0, "token_ms"_a = 0.0)
+           "decode_tokens"_a = 0.0, "overflow_tokens"_a = 0.0, "token_ms"_a = 0.0,
+           "decodes_late_ms"_a = 0.0)
       .def_ro("ttft_ms", &Outcome::ttft_ms)
       .def_ro("others_wait_ms", &Outcome::others_wait_ms)
       .def_ro("lost_prefill_ms", &Outcome::lost_prefill_ms)
@@ -57,9 +61,10 @@ void BindOutcome(nb::module_& m) {
       .def_ro("decode_step_ms", &Outcome::decode_step_ms)
       .def_ro("decode_tokens", &Outcome::decode_tokens)
       .def_ro("overflow_tokens", &Outcome::overflow_tokens)
-      .def_ro("token_ms", &Outcome::token_ms);
+      .def_ro("token_ms", &Outcome::token_ms)
+      .def_ro("decodes_late_ms", &Outcome::decodes_late_ms);
   AsValue(outcome, "ttft_ms", "others_wait_ms", "lost_prefill_ms", "hand_off_ms", "gap_ms",
-          "decode_step_ms", "decode_tokens", "overflow_tokens", "token_ms");
+          "decode_step_ms", "decode_tokens", "overflow_tokens", "token_ms", "decodes_late_ms");
   m.def("objective_ms", &ObjectiveMs, "outcome"_a, "slo"_a,
         "What a placement costs, in milliseconds: the number that the dynamic policy minimises.");
   m.def("others_wait_ms", &OthersWaitMs, "queue_ms"_a, "work_ms"_a, "arrivals_per_ms"_a,
@@ -76,11 +81,12 @@ void BindSearch(nb::module_& m) {
       .def(
           "__init__",
           [](SearchInstance* self, ExecutionPredictor& predictor, bool keeps_free,
-             std::int64_t cached_tokens, std::int64_t promised_tokens) {
-            new (self) SearchInstance{&predictor, keeps_free, cached_tokens, promised_tokens};
+             std::int64_t cached_tokens, std::int64_t promised_tokens, bool has_decode) {
+            new (self)
+                SearchInstance{&predictor, keeps_free, cached_tokens, promised_tokens, has_decode};
           },
           "predictor"_a, nb::kw_only(), "keeps_free"_a = false, "cached_tokens"_a = 0,
-          "promised_tokens"_a = 0, nb::keep_alive<1, 2>());
+          "promised_tokens"_a = 0, "has_decode"_a = false, nb::keep_alive<1, 2>());
   nb::class_<SearchRequest>(m, "SearchRequest", "What the search knows about a request.")
       .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, Slo>(), nb::kw_only(),
            "prompt_tokens"_a, "expected_output_tokens"_a, "likely_output_tokens"_a,
@@ -90,14 +96,16 @@ void BindSearch(nb::module_& m) {
   const SearchOptions usual;
   nb::class_<SearchOptions>(m, "SearchOptions", "What the search knows beside the instances.")
       .def(nb::init<double, double, double, double, std::int64_t, std::int64_t, double, double,
-                    double>(),
+                    double, double, double>(),
            nb::kw_only(), "hand_off_ms"_a = usual.hand_off_ms, "kv_token_ms"_a = usual.kv_token_ms,
            "hand_off_price_ms"_a = usual.hand_off_price_ms,
            "hand_off_price_share"_a = usual.hand_off_price_share,
            "least_part_tokens"_a = usual.least_part_tokens,
            "least_cut_prompt_tokens"_a = usual.least_cut_prompt_tokens,
            "arrivals_per_ms"_a = usual.arrivals_per_ms, "lost_share"_a = usual.lost_share,
-           "prefill_pressure"_a = usual.prefill_pressure);
+           "prefill_pressure"_a = usual.prefill_pressure,
+           "mean_context_tokens"_a = usual.mean_context_tokens,
+           "level_step_ms"_a = usual.level_step_ms);
   nb::class_<Choice> choice(m, "Choice",
                             "Indices of the instances, the cut, and what it is predicted to cost.");
   choice.def_ro("alpha", &Choice::alpha)

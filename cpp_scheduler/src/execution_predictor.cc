@@ -196,23 +196,15 @@ ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms) {
           prefill_tokens};
 }
 
-std::int64_t ExecutionPredictor::PrefillTokens(double now_ms) {
-  Advance(base_, now_ms);
-  std::int64_t tokens = 0;
-  for (const Prefill& prefill : base_.prefills) tokens += prefill.request.prefill_tokens;
-  for (const VirtualRequest& request : base_.waiting) tokens += request.prefill_tokens;
-  return tokens;
-}
-
-std::int64_t ExecutionPredictor::PrefillTokensBefore(std::uint64_t key, double now_ms) {
+std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std::uint64_t> before) {
   Advance(base_, now_ms);
   std::int64_t tokens = 0;
   for (const Prefill& prefill : base_.prefills) {
-    if (prefill.request.key == key) return tokens;
+    if (prefill.request.key == before) return tokens;
     tokens += prefill.request.prefill_tokens;
   }
   for (const VirtualRequest& request : base_.waiting) {
-    if (request.key == key) return tokens;
+    if (request.key == before) return tokens;
     tokens += request.prefill_tokens;
   }
   return tokens;

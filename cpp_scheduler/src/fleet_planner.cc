@@ -23,9 +23,13 @@ class Rates {
       : table_(table),
         limits_(limits),
         demand_(demand),
-        options_(options),
         free_(Beside(0)),
-        most_(MostDecodes()) {}
+        most_(
+            MostInAStep(Room(options.most_kv_share * limits.kv_tokens, demand.mean_context_tokens),
+                        demand.mean_context_tokens)),
+        most_generated_(options.most_decode_load *
+                        Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
+        most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))) {}
 
   double Beside(std::int64_t decodes) const {
     return PrefillRate(table_, limits_, decodes, demand_.mean_context_tokens,
@@ -47,43 +51,55 @@ class Rates {
     const double others = left == 0 ? free_ : Beside(DividedUp(left, free));
     const double rate =
         static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
-    return KeepUp(gathering, rate) ? rate : 0.0;
+    return Brought(rate) <= static_cast<double>(gathering) * most_generated_ ? rate : 0.0;
+  }
+
+  bool IsShortOfRoom(std::int64_t gathering, double prefill_rate) const {
+    return Brought(prefill_rate) > static_cast<double>(gathering) * most_held_;
   }
 
  private:
-  // Whether they generate, in steps of decodes alone, what so much prefill brings.
-  bool KeepUp(std::int64_t gathering, double prefill_rate) const {
-    if (most_ == 0) return false;
-    const double context = static_cast<double>(most_) * demand_.mean_context_tokens;
-    const double step_ms = table_.StepMs({0, 0.0, most_, std::llround(context)});
-    const double generated = static_cast<double>(gathering * most_) / step_ms;
-    const double part =
-        demand_.prefill_rate > prefill_rate ? prefill_rate / demand_.prefill_rate : 1.0;
-    return part * demand_.output_rate <= options_.most_decode_load * generated;
+  // Output tokens per millisecond that so much prefill brings, of those that arrive.
+  double Brought(double prefill_rate) const {
+    const bool is_behind = demand_.prefill_rate > prefill_rate;
+    return demand_.output_rate * (is_behind ? prefill_rate / demand_.prefill_rate : 1.0);
   }
 
-  // Of one instance: as many as seats, KV memory and a step of them alone allow.
-  std::int64_t MostDecodes() const {
-    const double context = std::max(1.0, demand_.mean_context_tokens);
-    const double room = options_.most_kv_share * static_cast<double>(limits_.kv_tokens) / context;
+  // Decodes of one instance for which it has seats and memory.
+  std::int64_t Room(double kv_tokens, double context_tokens) const {
+    return static_cast<std::int64_t>(std::min(kv_tokens / std::max(1.0, context_tokens),
+                                              static_cast<double>(limits_.max_requests)));
+  }
+
+  double DecodeStepMs(std::int64_t decodes, double context_tokens) const {
+    return table_.StepMs(
+        {0, 0.0, decodes, std::llround(static_cast<double>(decodes) * context_tokens)});
+  }
+
+  // Up to `most` decodes, as long as a step of them alone takes at most limits.step_ms.
+  std::int64_t MostInAStep(std::int64_t most, double context_tokens) const {
     std::int64_t least = 0;
-    auto most =
-        static_cast<std::int64_t>(std::min(room, static_cast<double>(limits_.max_requests)));
     while (least < most) {
       const std::int64_t middle = DividedUp(least + most, 2);
-      const double tokens = static_cast<double>(middle) * context;
-      const bool fits = table_.StepMs({0, 0.0, middle, std::llround(tokens)}) <= limits_.step_ms;
+      const bool fits = DecodeStepMs(middle, context_tokens) <= limits_.step_ms;
       (fits ? least : most) = fits ? middle : middle - 1;
     }
     return least;
   }
 
+  // Output tokens per millisecond, in steps of so many decodes alone of those that arrive.
+  double Generated(std::int64_t decodes) const {
+    if (decodes == 0) return 0.0;
+    return static_cast<double>(decodes) / DecodeStepMs(decodes, demand_.answer_context_tokens);
+  }
+
   const ProfileTable& table_;
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
-  const PlannerOptions& options_;
   const double free_;
-  const std::int64_t most_;
+  const std::int64_t most_;      // decodes that one instance gathers
+  const double most_generated_;  // output tokens per millisecond that may be asked of it,
+  const double most_held_;       // and that it generates with all its memory or seats taken
 };
 
 }  // namespace
@@ -119,7 +135,8 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
   // What there is, while it is worth it; else colocation.
   if (current > 0 && current < demand.instances) {
     const double rate = rates.Gathered(current);
-    if (demand.decodes == 0 || rate > plan.colocated_rate + options.least_kept * unit) {
+    const double least = plan.colocated_rate + options.least_kept * unit;
+    if (rate > least || (demand.decodes == 0 && rate > 0.0)) {
       plan.gathering = current;
       plan.prefill_rate = rate;
     }
@@ -138,6 +155,8 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
       plan.prefill_rate = rate;
     }
   }
+  plan.is_short_of_room =
+      plan.gathering > 0 && rates.IsShortOfRoom(plan.gathering, plan.prefill_rate);
   return plan;
 }
 

@@ -12,7 +12,8 @@ namespace dynaserve {
 namespace {
 
 constexpr double kPlanEveryMs = 1000.0;
-constexpr double kRecentMs = 10'000.0;
+// Of the KV memory of instances that are short of it, what they may hold and take another request.
+constexpr double kMostHeld = 0.9;
 // Of a step's error in the cost scale, which tells the timelines once it has moved this far.
 constexpr double kScaleGain = 0.05;
 constexpr double kMostScaleStep = 0.5;
@@ -137,12 +138,18 @@ void LiveFleet::Remove(const InstanceId& instance_id) {
 
 void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
   now_ms = At(now_ms);
-  const double kept = std::exp(-(now_ms - counted_ms_) / kRecentMs);
-  counted_ms_ = now_ms;
-  recent_arrivals_ = kept * recent_arrivals_ + 1.0;
-  recent_prompt_tokens_ = kept * recent_prompt_tokens_ + static_cast<double>(request.prompt_tokens);
-  recent_output_tokens_ =
-      kept * recent_output_tokens_ + static_cast<double>(request.expected_output_tokens);
+  const auto prompt = static_cast<double>(request.prompt_tokens);
+  const auto output = static_cast<double>(OutputsOf(request));
+  recent_.Count(prompt, output, now_ms);
+  lasting_.Count(prompt, output, now_ms);
+}
+
+// By the table; with one decode more.
+double LiveFleet::EvenStepMs() const {
+  const auto decodes = static_cast<std::int64_t>(
+      std::ceil(smoothed_decodes_ / static_cast<double>(planned_instances_)) + 1.0);
+  const double context = static_cast<double>(decodes) * mean_context_tokens_;
+  return table_->StepMs({0, 0.0, decodes, std::llround(context)});
 }
 
 void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
@@ -169,14 +176,12 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   if (decodes > 0) {
     demand.mean_context_tokens = static_cast<double>(context) / static_cast<double>(decodes);
   }
-  if (recent_arrivals_ > 0.0) {
-    demand.prompt_tokens =
-        std::max<std::int64_t>(1, std::llround(recent_prompt_tokens_ / recent_arrivals_));
+  if (const double prompt = recent_.MeanPromptTokens(); prompt > 0.0) {
+    demand.prompt_tokens = std::max<std::int64_t>(1, std::llround(prompt));
   }
-  demand.prefill_rate = PromptRate(now_ms);
-  demand.output_rate = demand.prefill_rate > 0.0
-                           ? demand.prefill_rate * recent_output_tokens_ / recent_prompt_tokens_
-                           : 0.0;
+  demand.prefill_rate = lasting_.PromptTokens(now_ms);
+  demand.output_rate = lasting_.OutputTokens(now_ms);
+  demand.answer_context_tokens = lasting_.MeanContextTokens();
   // A fleet that is slower than its table holds fewer decodes within the SLO, and prefills less.
   double scale = 0.0;
   InstanceLimits limits = order.front().instance->limits;
@@ -190,6 +195,9 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   plan_.prefill_rate /= scale;
   plan_.colocated_rate /= scale;
   if (options_.gathering) plan_.gathering = *options_.gathering;
+  mean_context_tokens_ = demand.mean_context_tokens;
+  level_step_ms_ =
+      plan_.gathering > 0 ? std::numeric_limits<double>::infinity() : scale * EvenStepMs();
   std::stable_sort(order.begin(), order.end(), [](const Gatherer& a, const Gatherer& b) {
     if (a.instance->gathers != b.instance->gathers) return a.instance->gathers;
     return a.decodes > b.decodes;
@@ -211,19 +219,31 @@ SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) con
           instance.promised_tokens - own_promise};
 }
 
-double LiveFleet::PromptRate(double now_ms) const {
-  return std::exp(-(now_ms - counted_ms_) / kRecentMs) * recent_prompt_tokens_ / kRecentMs;
+// Where the gathering instances are short of room and none has any for this request, it costs
+// nothing to decode on the others.
+void LiveFleet::OpenFree(const RequestSpec& request, double now_ms) {
+  if (!plan_.is_short_of_room) return;
+  const auto has_room = [&](const SearchInstance& instance) {
+    const InstanceLimits& limits = instance.predictor->limits();
+    const ExecutionPredictor::Load load = instance.predictor->LoadThen(now_ms);
+    return !instance.keeps_free && load.decodes < limits.max_requests &&
+           static_cast<double>(load.kv_tokens + request.prompt_tokens) <=
+               kMostHeld * static_cast<double>(limits.kv_tokens);
+  };
+  if (std::ranges::any_of(candidates_, has_room)) return;
+  for (SearchInstance& instance : candidates_) instance.keeps_free = false;
 }
 
 SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) const {
-  const double kept = std::exp(-(now_ms - counted_ms_) / kRecentMs);
   SearchOptions options;
   options.hand_off_ms = options_.hand_off_ms;
   options.kv_token_ms = options_.kv_token_ms;
-  options.arrivals_per_ms = kept * recent_arrivals_ / kRecentMs / static_cast<double>(instances);
+  options.arrivals_per_ms = recent_.Requests(now_ms) / static_cast<double>(instances);
   options.lost_share = plan_.lost_share;
   const double rate = plan_.prefill_rate;
-  options.prefill_pressure = rate > 0.0 ? std::min(1.0, PromptRate(now_ms) / rate) : 1.0;
+  options.prefill_pressure = rate > 0.0 ? std::min(1.0, recent_.PromptTokens(now_ms) / rate) : 1.0;
+  options.mean_context_tokens = mean_context_tokens_;
+  options.level_step_ms = level_step_ms_;
   return options;
 }
 
@@ -232,9 +252,10 @@ Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
   Plan(accepting, now_ms);
   candidates_.clear();
   for (const InstanceLoad& load : accepting) {
-    candidates_.push_back(Seen(instances_.at(load.instance_id), 0));
+    candidates_.push_back(Seen(instances_.at(load.instance_id)));
     candidates_.back().cached_tokens = CachedOn(request, load.instance_id);
   }
+  OpenFree(request, now_ms);
   const SearchRequest wanted = Wanted(request);
   const SearchOptions options = Circumstances(accepting.size(), now_ms);
   const Choice choice =
@@ -525,13 +546,14 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   const auto beta = instances_.find(entry.parts[1].instance_id);
   if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
   const std::int64_t before =
-      alpha->second.predictor->PrefillTokensBefore(KeyOf(entry.ordinal, 0), now_ms);
+      alpha->second.predictor->PrefillTokens(now_ms, KeyOf(entry.ordinal, 0));
   if (before > kSoonSteps * alpha->second.limits.max_step_tokens) return std::nullopt;
   if (!MayLook(alpha->second, entry, now_ms)) return std::nullopt;
   entry.looked_ms = now_ms;
   PendingHandOff pending;
   pending.alpha = Seen(alpha->second, entry.parts[0].promised_tokens);
   pending.beta = Seen(beta->second, entry.parts[1].promised_tokens);
+  pending.beta.has_decode = true;
   pending.alpha_key = KeyOf(entry.ordinal, 0);
   pending.beta_key = KeyOf(entry.ordinal, 1);
   pending.split_token = entry.split_token;

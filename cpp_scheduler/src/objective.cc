@@ -18,7 +18,8 @@ double OthersWaitMs(double queue_ms, double work_ms, double arrivals_per_ms) {
 double ObjectiveMs(const Outcome& outcome, const Slo& slo) {
   return outcome.ttft_ms + outcome.others_wait_ms + outcome.lost_prefill_ms + outcome.hand_off_ms +
          kLateTtftWeight * Excess(outcome.ttft_ms, slo.ttft_ms) +
-         outcome.decode_tokens * Excess(outcome.decode_step_ms, slo.tbt_ms) +
+         outcome.decode_tokens *
+             (Excess(outcome.decode_step_ms, slo.tbt_ms) + outcome.decodes_late_ms) +
          Excess(outcome.gap_ms, slo.tbt_ms) + outcome.overflow_tokens * outcome.token_ms;
 }
 

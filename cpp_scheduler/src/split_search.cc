@@ -38,6 +38,38 @@ VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
           ready_ms};
 }
 
+// Without the request itself.
+ExecutionPredictor::Load LoadBeside(const SearchInstance& instance, const SearchRequest& request,
+                                    double now_ms) {
+  ExecutionPredictor::Load load = instance.predictor->LoadThen(now_ms);
+  if (instance.has_decode && load.decodes > 0) {
+    --load.decodes;
+    load.decode_context_tokens =
+        std::max<std::int64_t>(0, load.decode_context_tokens - request.prompt_tokens);
+  }
+  return load;
+}
+
+// How much later, per step, the decodes of an instance are for one more.  Where the fleet's are
+// kept level, all of them, by what their step is longer than if they were; else the others, by what
+// it adds to a step beyond the limit.  By the context that a decode of the fleet has on average:
+// young decodes grow old together, and what is about to end is soon no load.
+double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
+                     const SearchOptions& options) {
+  const auto excess_ms = [&](std::int64_t count, double limit_ms) {
+    if (count == 0) return 0.0;
+    const double context = static_cast<double>(count) * options.mean_context_tokens;
+    const double step_ms = predictor.table().StepMs({0, 0.0, count, std::llround(context)});
+    return std::max(0.0, predictor.cost_scale() * step_ms - limit_ms);
+  };
+  if (std::isfinite(options.level_step_ms)) {
+    return static_cast<double>(decodes + 1) * excess_ms(decodes + 1, options.level_step_ms);
+  }
+  const double limit_ms = predictor.limits().step_ms;
+  return static_cast<double>(decodes) *
+         (excess_ms(decodes + 1, limit_ms) - excess_ms(decodes, limit_ms));
+}
+
 }  // namespace
 
 // One instance as the closed forms see it.
@@ -49,9 +81,10 @@ struct SplitSearch::Sketch {
   double full_step_ms = 0.0;   // a step with as much prefill as pays
   double empty_step_ms = 0.0;  // one with a single token of it
   double full_step_tokens = 1.0;
-  double decode_step_ms = 0.0;  // of decodes alone, with one more
-  double limit_ms = 0.0;        // of a step with decodes; 0: none
-  double room_tokens = 0.0;     // of KV, at the likely ends of all its requests
+  double decode_step_ms = 0.0;   // of decodes alone, with one more
+  double decodes_late_ms = 0.0;  // per step, with one more
+  double limit_ms = 0.0;         // of a step with decodes; 0: none
+  double room_tokens = 0.0;      // of KV, at the likely ends of all its requests
   std::int64_t cached_tokens = 0;
   std::optional<StepRow> row;  // of steps beside its decodes
 
@@ -90,7 +123,7 @@ double SplitSearch::CachedTokenMs(std::span<const SearchInstance> instances,
 }
 
 void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const SearchRequest& request,
-                            double now_ms) {
+                            const SearchOptions& options, double now_ms) {
   // Of many instances, those of the shortest queues on either side of a cut; what one has cached of
   // the prompt is as good as a shorter queue.
   ranked_.clear();
@@ -121,7 +154,7 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     const SearchInstance& instance = instances[ranked_[k].index];
     ExecutionPredictor& predictor = *instance.predictor;
     const InstanceLimits& limits = predictor.limits();
-    const ExecutionPredictor::Load load = predictor.LoadThen(now_ms);
+    const ExecutionPredictor::Load load = LoadBeside(instance, request, now_ms);
     const double scale = predictor.cost_scale();
     const StepRow row = predictor.table().RowOf(load.decodes, load.decode_context_tokens);
     const PrefillBudget budget =
@@ -136,6 +169,7 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     sketch.decode_step_ms =
         scale * predictor.table().StepMs(
                     {0, 0.0, load.decodes + 1, load.decode_context_tokens + request.prompt_tokens});
+    sketch.decodes_late_ms = DecodesLateMs(predictor, load.decodes, options);
     sketch.limit_ms = std::isfinite(limits.step_ms) ? limits.step_ms : 0.0;
     sketch.room_tokens = static_cast<double>(limits.kv_tokens - instance.promised_tokens);
     sketch.row = row;
@@ -154,6 +188,7 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
   outcome.decode_step_ms = decoding.decode_step_ms;
   outcome.decode_tokens = static_cast<double>(request.expected_output_tokens);
   outcome.token_ms = decoding.TokenMs();
+  outcome.decodes_late_ms = decoding.decodes_late_ms;
   const auto likely_end =
       static_cast<double>(ComputedTokens(request.prompt_tokens, request.likely_output_tokens));
   outcome.overflow_tokens = std::max(0.0, likely_end - decoding.room_tokens);
@@ -172,7 +207,7 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
 
 Outcome SplitSearch::PriceDecoding(const SearchInstance& instance, const SearchRequest& request,
                                    const SearchOptions& options, double now_ms) {
-  SketchAll({&instance, 1}, request, now_ms);
+  SketchAll({&instance, 1}, request, options, now_ms);
   return Priced(sketches_.front(), request, options);
 }
 
@@ -216,7 +251,7 @@ double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
 Choice SplitSearch::TryWhole(std::span<const SearchInstance> instances, std::size_t index,
                              const SearchRequest& request, const SearchOptions& options,
                              double now_ms) {
-  SketchAll(instances.subspan(index, 1), request, now_ms);
+  SketchAll(instances.subspan(index, 1), request, options, now_ms);
   return ExactWhole(instances, index, sketches_.front(), request, options, now_ms);
 }
 
@@ -245,7 +280,7 @@ Choice SplitSearch::ExactWhole(std::span<const SearchInstance> instances, std::s
 Choice SplitSearch::TryCut(std::span<const SearchInstance> instances, std::size_t alpha,
                            std::size_t beta, std::int64_t split_token, const SearchRequest& request,
                            const SearchOptions& options, double now_ms) {
-  SketchAll(instances.subspan(beta, 1), request, now_ms);
+  SketchAll(instances.subspan(beta, 1), request, options, now_ms);
   return ExactCut(instances, alpha, beta, sketches_.front(), split_token, request, options, now_ms);
 }
 
@@ -292,7 +327,7 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
 Choice SplitSearch::Find(std::span<const SearchInstance> instances, const SearchRequest& request,
                          const SearchOptions& options, double now_ms) {
   tried_.clear();
-  SketchAll(instances, request, now_ms);
+  SketchAll(instances, request, options, now_ms);
   Choice best = BestWhole(instances, request, options, now_ms);
   const double whole_ms = best.objective_ms;
   const bool cuts = request.may_cut && instances.size() > 1 &&

@@ -167,12 +167,9 @@ class ExecutionPredictor {
   // step's limits and the table's latencies, unscaled.
   PrefillBudget BudgetBeside(const Load& load, const PrefillWork& work);
 
-  // Prefill tokens that are admitted or wait, by the prediction for now.
-  std::int64_t PrefillTokens(double now_ms);
-
-  // Of those, what comes before that of a request, which is computing or waits; all, if it does
-  // not.
-  std::int64_t PrefillTokensBefore(std::uint64_t key, double now_ms);
+  // Prefill tokens that are admitted or wait, by the prediction for now; of these, those that come
+  // before the ones of the request `before`, if it is there.
+  std::int64_t PrefillTokens(double now_ms, std::optional<std::uint64_t> before = std::nullopt);
 
   // Plays everything to its end, from `now_ms`; calls visit(key, forecast) as each request ends.
   template <typename Visit>

@@ -16,17 +16,19 @@ namespace dynaserve {
 struct FleetDemand {
   std::int64_t instances = 0;
   std::int64_t decodes = 0;
-  double mean_context_tokens = 0.0;   // of a decode
-  std::int64_t prompt_tokens = 1024;  // of a typical request
-  double prefill_rate = 0.0;          // prompt tokens per millisecond that arrive
-  double output_rate = 0.0;           // and output tokens per millisecond that they will have
+  double mean_context_tokens = 0.0;    // of a decode
+  std::int64_t prompt_tokens = 1024;   // of a typical request
+  double prefill_rate = 0.0;           // prompt tokens per millisecond that arrive,
+  double output_rate = 0.0;            // output tokens per millisecond that they will have,
+  double answer_context_tokens = 0.0;  // and the mean context of a decode of these
 };
 
 struct FleetPlan {
-  std::int64_t gathering = 0;   // instances; 0: none in particular
-  double prefill_rate = 0.0;    // tokens per millisecond of the whole fleet
-  double colocated_rate = 0.0;  // of the same fleet without gathering
-  double lost_share = 0.0;      // of an instance's rate, lost to its first decode
+  std::int64_t gathering = 0;     // instances; 0: none in particular
+  bool is_short_of_room = false;  // they will not hold all decodes that arrive
+  double prefill_rate = 0.0;      // tokens per millisecond of the whole fleet
+  double colocated_rate = 0.0;    // of the same fleet without gathering
+  double lost_share = 0.0;        // of an instance's rate, lost to its first decode
 
   bool operator==(const FleetPlan&) const = default;
 };
@@ -41,8 +43,8 @@ struct PlannerOptions {
   // so are fewer at a time.
   double most_kv_share = 1.2;
   // Output tokens that arrive, over what the gathering instances generate in steps of decodes
-  // alone. More than they can: the others take some, and steps of fewer decodes are shorter.
-  // Beyond, answers are what the fleet lacks, and all its seats and memory are wanted.
+  // alone.  More than they can: the others take some, and steps of fewer decodes are shorter.
+  // Beyond, answers are what the fleet lacks.
   double most_decode_load = 1.5;
 };
 
@@ -52,7 +54,9 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
 
 // The plan of the highest prefill rate.  A gathering instance holds as many decodes as it has seats
 // and KV memory for, and as a step of them alone takes at most limits.step_ms; those beyond run on
-// the others.  Nothing is gathered where those instances would not keep up with the answers.
+// the others.  Nothing is gathered where those instances would not keep up with the answers, in
+// steps of at most limits.step_ms; they are short of room where seats and KV memory do not suffice
+// to generate what arrives.
 // `current` (its number of gathering instances) stays unless another plan gains least_gain, or it
 // gains less than least_kept itself.  Above 32 instances the numbers tried are 32, spread
 // geometrically.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -15,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "dynaserve/arrival_rates.h"
 #include "dynaserve/execution_predictor.h"
 #include "dynaserve/fleet_planner.h"
 #include "dynaserve/hand_off_revision.h"
@@ -30,6 +32,8 @@ class LiveFleet {
   static constexpr int kMostRevisions = 3;
   static constexpr int kMostLooks = 4;
   static constexpr std::int64_t kSoonSteps = 4;
+  static constexpr double kRecentMs = 10'000.0;
+  static constexpr double kLastingMs = 60'000.0;
 
   LiveFleet(const Options& options, const ProfileTable& table);
 
@@ -137,13 +141,14 @@ class LiveFleet {
   double At(double now_ms);
   void Install(Instance& instance, std::unique_ptr<ExecutionPredictor> predictor);
   void Plan(std::span<const InstanceLoad> accepting, double now_ms);
+  double EvenStepMs() const;
   Placement ChooseDynamic(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                           double now_ms);
   Placement ChoosePaper(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                         double now_ms);
-  double PromptRate(double now_ms) const;  // that arrive lately, tokens per millisecond
   SearchOptions Circumstances(std::size_t instances, double now_ms) const;
-  SearchInstance Seen(Instance& instance, std::int64_t own_promise) const;
+  SearchInstance Seen(Instance& instance, std::int64_t own_promise = 0) const;
+  void OpenFree(const RequestSpec& request, double now_ms);
   void CountStep(Instance& instance, const BatchShape& shape, double measured_ms, double now_ms);
   static double PrefillShare(const Instance& instance, double now_ms);
   static bool MayLook(Instance& alpha, const Entry& entry, double now_ms);
@@ -167,12 +172,12 @@ class LiveFleet {
   double planned_ms_ = -1e300;
   std::size_t planned_instances_ = 0;
   double smoothed_decodes_ = 0.0;
+  double mean_context_tokens_ = 0.0;  // of a decode, when it was planned
+  double level_step_ms_ = std::numeric_limits<double>::infinity();  // SearchOptions has it
 
-  // Of the recent past, each halved in some seconds.
-  double counted_ms_ = 0.0;
-  double recent_arrivals_ = 0.0;
-  double recent_prompt_tokens_ = 0.0;
-  double recent_output_tokens_ = 0.0;  // that are expected
+  // Prices go by what comes now, plans by what lasts.
+  ArrivalRates recent_{kRecentMs};
+  ArrivalRates lasting_{kLastingMs};
 
   // Kept for their memory.
   SplitSearch search_;

@@ -30,6 +30,7 @@ struct Outcome {
   double decode_tokens = 0.0;    // expected
   double overflow_tokens = 0.0;  // of KV beyond what the instance has, at the likely end
   double token_ms = 0.0;         // to compute one such token again
+  double decodes_late_ms = 0.0;  // per step, that the decodes where it will decode are later
 
   bool operator==(const Outcome&) const = default;
 };
@@ -39,8 +40,8 @@ struct Outcome {
 double OthersWaitMs(double queue_ms, double work_ms, double arrivals_per_ms);
 
 // Every millisecond of TTFT over its SLO counts ten times; every token is late by what the step of
-// its decodes exceeds the TBT SLO; a visible gap counts as a late token; memory that is not there
-// is paid by computing its tokens again.
+// its decodes exceeds the TBT SLO, and makes those of the other decodes late; a visible gap counts
+// as a late token; memory that is not there is paid by computing its tokens again.
 double ObjectiveMs(const Outcome& outcome, const Slo& slo);
 
 }  // namespace dynaserve

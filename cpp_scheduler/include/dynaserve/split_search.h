@@ -26,6 +26,7 @@ struct SearchInstance {
   bool keeps_free = false;           // of decodes, by the fleet plan
   std::int64_t cached_tokens = 0;    // of this prompt, in its prefix cache
   std::int64_t promised_tokens = 0;  // KV of its requests at their likely ends
+  bool has_decode = false;           // of this request, on its timeline already
 };
 
 struct SearchRequest {
@@ -46,7 +47,11 @@ struct SearchOptions {
   std::int64_t least_cut_prompt_tokens = 32;  // shorter prompts run whole
   double arrivals_per_ms = 0.0;               // per instance
   double lost_share = 0.0;                    // FleetPlan::lost_share
-  double prefill_pressure = 0.0;  // share of its time that the fleet prefills, in [0, 1]
+  double prefill_pressure = 0.0;     // share of its time that the fleet prefills, in [0, 1]
+  double mean_context_tokens = 0.0;  // of a decode of the fleet
+  // Of the decodes of an instance alone, were the fleet's spread evenly: where nothing is gathered,
+  // they are kept level.  infinity: not so.
+  double level_step_ms = std::numeric_limits<double>::infinity();
 };
 
 // A candidate that was predicted exactly.
@@ -142,7 +147,7 @@ class SplitSearch {
   static double CachedTokenMs(std::span<const SearchInstance> instances,
                               const SearchRequest& request);
   void SketchAll(std::span<const SearchInstance> instances, const SearchRequest& request,
-                 double now_ms);
+                 const SearchOptions& options, double now_ms);
   Outcome Priced(const Sketch& decoding, const SearchRequest& request,
                  const SearchOptions& options) const;
   double GuessWhole(const Sketch& sketch, const SearchRequest& request,

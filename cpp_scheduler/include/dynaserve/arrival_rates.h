@@ -1,0 +1,57 @@
+// What comes to a fleet lately, per millisecond: sums that fade with time.  Pure.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+namespace dynaserve {
+
+class ArrivalRates {
+ public:
+  // What came a window ago counts 1/e of what comes now.
+  explicit ArrivalRates(double window_ms) : window_ms_(window_ms) {}
+
+  // output_tokens are those that are expected.  Time must not go back.
+  void Count(double prompt_tokens, double output_tokens, double now_ms) {
+    if (requests_ == 0.0) told_ms_ = now_ms;  // watched from now on
+    const double kept = Kept(now_ms);
+    told_ms_ = now_ms;
+    seen_ = kept * seen_ + (1.0 - kept);
+    requests_ = kept * requests_ + 1.0;
+    prompt_tokens_ = kept * prompt_tokens_ + prompt_tokens;
+    output_tokens_ = kept * output_tokens_ + output_tokens;
+    answer_context_ =
+        kept * answer_context_ + output_tokens * (prompt_tokens + 0.5 * output_tokens);
+  }
+
+  // All 0 before the first arrival.
+  double Requests(double now_ms) const { return PerMs(requests_, now_ms); }
+  double PromptTokens(double now_ms) const { return PerMs(prompt_tokens_, now_ms); }
+  double OutputTokens(double now_ms) const { return PerMs(output_tokens_, now_ms); }
+  double MeanPromptTokens() const { return requests_ > 0.0 ? prompt_tokens_ / requests_ : 0.0; }
+  // Of a decode, over all steps of the answers that came.
+  double MeanContextTokens() const {
+    return output_tokens_ > 0.0 ? answer_context_ / output_tokens_ : 0.0;
+  }
+
+ private:
+  // Of a window. Less is no experience.
+  static constexpr double kLeastSeen = 0.05;
+
+  double Kept(double now_ms) const { return std::exp(-(now_ms - told_ms_) / window_ms_); }
+  double PerMs(double sum, double now_ms) const {
+    const double kept = Kept(now_ms);
+    const double seen = kept * seen_ + (1.0 - kept);
+    return kept * sum / (window_ms_ * std::max(kLeastSeen, seen));
+  }
+
+  double window_ms_;
+  double told_ms_ = 0.0;  // the sums are of then
+  double seen_ = 0.0;     // share of a window that has been watched
+  double requests_ = 0.0;
+  double prompt_tokens_ = 0.0;
+  double output_tokens_ = 0.0;
+  double answer_context_ = 0.0;  // each output token's
+};
+
+}  // namespace dynaserve

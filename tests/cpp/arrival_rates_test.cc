@@ -1,0 +1,53 @@
+#include "dynaserve/arrival_rates.h"
+
+#include "check.h"
+
+using namespace dynaserve;
+
+namespace {
+
+bool Near(double a, double b, double tolerance) { return std::abs(a - b) <= tolerance * b; }
+
+constexpr double kLongAgo = 1e9;
+
+TEST(NothingComesBeforeTheFirst) {
+  const ArrivalRates rates(10'000.0);
+  CHECK(rates.Requests(kLongAgo) == 0.0 && rates.OutputTokens(kLongAgo) == 0.0);
+  CHECK(rates.MeanPromptTokens() == 0.0 && rates.MeanContextTokens() == 0.0);
+}
+
+TEST(ASteadyStreamHasItsRateFromAnEighthOfAWindowOn) {
+  ArrivalRates rates(60'000.0);
+  for (double now_ms = kLongAgo; now_ms < kLongAgo + 300'000.0; now_ms += 100.0) {
+    rates.Count(2000.0, 500.0, now_ms);
+    if (now_ms < kLongAgo + 8'000.0) continue;
+    CHECK(Near(rates.Requests(now_ms), 0.01, 0.02));
+    CHECK(Near(rates.PromptTokens(now_ms), 20.0, 0.02));
+    CHECK(Near(rates.OutputTokens(now_ms), 5.0, 0.02));
+  }
+}
+
+TEST(TheFirstRequestIsNotTakenForAFlood) {
+  ArrivalRates rates(60'000.0);
+  rates.Count(100.0, 10.0, kLongAgo);
+  CHECK(Near(rates.Requests(kLongAgo), 1.0 / 3'000.0, 1e-9));
+}
+
+TEST(WhatDoesNotComeAnyMoreFades) {
+  ArrivalRates rates(10'000.0);
+  for (int i = 0; i < 1000; ++i) rates.Count(100.0, 10.0, kLongAgo + 100.0 * i);
+  const double last_ms = kLongAgo + 99'900.0;
+  CHECK(Near(rates.Requests(last_ms + 20'000.0), 0.01 * std::exp(-2.0), 0.02));
+}
+
+TEST(ADecodeIsAsOftenSeenAsItHasSteps) {
+  ArrivalRates rates(60'000.0);
+  rates.Count(1000.0, 300.0, kLongAgo);
+  rates.Count(4000.0, 100.0, kLongAgo);
+  CHECK(Near(rates.MeanPromptTokens(), 2500.0, 1e-9));
+  CHECK(Near(rates.MeanContextTokens(), (300.0 * 1150.0 + 100.0 * 4050.0) / 400.0, 1e-9));
+}
+
+}  // namespace
+
+RUN_TESTS()
