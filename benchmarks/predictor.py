@@ -3,6 +3,8 @@
 Two real instances of SmolLM2, one core each, behind a front-end with `--policy dynamic`. A first replay teaches the instances' latency
 profile, which the front-end starts with; a second one, at the same steady rate, is compared with what was expected of each
 request when it was placed. Answers have the lengths that their callers name: what is measured is the time, not the length.
+
+How long a request takes where a queue grows is for those to decide who come after it: the report says whether the load was steady.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import httpx
 from benchmarks.parsers import parser_of
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
+from dynaserve.bench.verdict import growth
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
@@ -37,8 +40,9 @@ OUTPUTS = (16, 192)
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that ended by itself; milliseconds from its arrival."""
+    """A request that ended by itself; milliseconds from its arrival. arrived_s: seconds of any one clock."""
 
+    arrived_s: float
     ttft_ms: float
     expected_ttft_ms: float
     end_ms: float
@@ -81,6 +85,7 @@ def replay(fleet: LocalFleet, rate_per_s: float, requests: int, seed: int) -> li
 def read(record: dict[str, Any]) -> Ended:
     expected, actual = record["expected"], record["timeline_ms"]
     return Ended(
+        arrived_s=record["arrived_s"],
         ttft_ms=actual["first_token"],
         expected_ttft_ms=expected["ttft_ms"],
         end_ms=actual["finished"],
@@ -92,6 +97,7 @@ def read(record: dict[str, Any]) -> Ended:
 
 def report(ended: Sequence[Ended]) -> None:
     print(f"{len(ended)} requests, {sum(one.cut for one in ended)} cut, {sum(one.revisions for one in ended)} revisions")
+    print(f"  {steadiness(ended)}")
     for name, pairs in {
         "first token": [(one.ttft_ms, one.expected_ttft_ms) for one in ended],
         "end": [(one.end_ms, one.expected_end_ms) for one in ended],
@@ -100,6 +106,15 @@ def report(ended: Sequence[Ended]) -> None:
         bias = median(actual / expected for actual, expected in pairs)
         tail = quantiles(errors, n=20, method="inclusive")[18]
         print(f"  {name}: absolute error median {median(errors):.1%}, p95 {tail:.1%}; actual over expected, median {bias:.2f}")
+
+
+def steadiness(ended: Sequence[Ended]) -> str:
+    """Whether the queue grew, in words."""
+    trend = growth([one.arrived_s for one in ended], [one.ttft_ms for one in ended])
+    if trend is None:
+        return "too few to tell whether the load was steady"
+    verdict = "not a steady load: take a lower --rate" if trend.is_queue else "a steady load"
+    return f"TTFT grows by {trend.slope:.3f} +- {trend.error:.3f} s per s, {verdict}"
 
 
 def main(arguments: Sequence[str]) -> None:
