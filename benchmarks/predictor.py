@@ -1,8 +1,9 @@
 """`make bench-predictor`: when requests were expected to end, and when they did.
 
-Two real instances of SmolLM2, one core each, behind a front-end with `--policy dynamic`. A first replay teaches the instances' latency
-profile, which the front-end starts with; a second one, at the same steady rate, is compared with what was expected of each
-request when it was placed. Answers have the lengths that their callers name: what is measured is the time, not the length.
+Two real instances of SmolLM2, one core each, behind a front-end with `--policy dynamic`. A few callers that never pause teach the
+instances' latency profile, which the front-end starts with, and show what the machine can serve; requests at a steady rate below that
+are then compared with what was expected of each when it was placed. Answers have the lengths that their callers name: what is
+measured is the time, not the length.
 
 How long a request takes where a queue grows is for those to decide who come after it: the report says whether the load was steady.
 """
@@ -14,7 +15,6 @@ import json
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +36,9 @@ from dynaserve.machine import fast_dtype
 PROMPTS = (64, 1024)
 OUTPUTS = (16, 192)
 """Tokens, drawn evenly between."""
+CALLERS = 8
+STEADY_SHARE = 0.7
+"""Of the rate that the callers were served at: a load at which no queue grows, whatever the machine."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +54,44 @@ class Ended:
     revisions: int
 
 
+def drawn(requests: int, seed: int) -> list[tuple[list[int], int]]:
+    """Prompts of random tokens, each with the length of its answer."""
+    rng = random.Random(seed)
+    return [([rng.randrange(1000, 40000) for _ in range(rng.randint(*PROMPTS))], rng.randint(*OUTPUTS)) for _ in range(requests)]
+
+
+def ask(fleet: LocalFleet, prompt: list[int], outputs: int) -> str:
+    """The answer's id."""
+    body = {
+        "model": str(fleet.model),
+        "prompt": prompt,
+        "max_tokens": outputs,
+        "ignore_eos": True,
+        "temperature": 0,
+        "vllm_xargs": {"dynaserve_expected_tokens": outputs},
+    }
+    answer = httpx.post(f"{fleet.frontend_url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+    return str(answer["id"])
+
+
+def saturate(fleet: LocalFleet, requests: int, seed: int) -> float:
+    """Callers that ask again as soon as they are answered; returns the requests per second that they were served at."""
+    with ThreadPoolExecutor(CALLERS) as pool:
+        started_s = time.monotonic()
+        list(pool.map(lambda request: ask(fleet, *request), drawn(requests, seed)))
+        return requests / (time.monotonic() - started_s)
+
+
 def replay(fleet: LocalFleet, rate_per_s: float, requests: int, seed: int) -> list[str]:
     """Sends at times fixed beforehand, whatever comes back; returns the ids of the answers."""
     rng = random.Random(seed)
-    started_s, due_s, ids = time.monotonic(), 0.0, list[str]()
-    lock = threading.Lock()
-
-    def ask(prompt: list[int], outputs: int) -> None:
-        body = {
-            "model": str(fleet.model),
-            "prompt": prompt,
-            "max_tokens": outputs,
-            "ignore_eos": True,
-            "temperature": 0,
-            "vllm_xargs": {"dynaserve_expected_tokens": outputs},
-        }
-        answer = httpx.post(f"{fleet.frontend_url}/v1/completions", json=body, timeout=600).raise_for_status().json()
-        with lock:
-            ids.append(answer["id"])
-
     with ThreadPoolExecutor(256) as pool:
-        tasks = []
-        for _ in range(requests):
+        due_s, tasks = time.monotonic(), []
+        for prompt, outputs in drawn(requests, seed):
             due_s += rng.expovariate(rate_per_s)
-            time.sleep(max(0.0, started_s + due_s - time.monotonic()))
-            prompt = [rng.randrange(1000, 40000) for _ in range(rng.randint(*PROMPTS))]
-            tasks.append(pool.submit(ask, prompt, rng.randint(*OUTPUTS)))
-        for task in tasks:
-            task.result()
-    return ids
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            tasks.append(pool.submit(ask, fleet, prompt, outputs))
+        return [task.result() for task in tasks]
 
 
 def read(record: dict[str, Any]) -> Ended:
@@ -119,14 +131,16 @@ def steadiness(ended: Sequence[Ended]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     args = _parser().parse_args(arguments)
-    print(f"machine: {json.dumps(machine())}; rate {args.rate}, seed {args.seed}; {fast_dtype()}", flush=True)
+    print(f"machine: {json.dumps(machine())}; seed {args.seed}; {fast_dtype()}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
         with fleet_of(profile, Path(folder) / "teach", "--policy", "colocated") as fleet:
-            replay(fleet, args.rate, args.requests // 2, args.seed)
+            served_per_s = saturate(fleet, args.requests // 2, args.seed)
             _wait_for(profile)
+        rate_per_s = STEADY_SHARE * served_per_s if args.rate is None else args.rate
+        print(f"{CALLERS} callers were served at {served_per_s:.2f} requests/s; compared at {rate_per_s:.2f}", flush=True)
         with fleet_of(profile, Path(folder) / "compare", "--policy", "dynamic", "--latency-profile", str(profile)) as fleet:
-            ids = replay(fleet, args.rate, args.requests, args.seed + 1)
+            ids = replay(fleet, rate_per_s, args.requests, args.seed + 1)
             records = [_record(fleet, request_id) for request_id in ids]
             if args.output is not None:
                 args.output.write_text(json.dumps(records, indent=1), encoding="utf-8")
@@ -135,7 +149,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("predictor", __doc__.partition("\n")[0], "--rate 0.8 --requests 120")
-    parser.add_argument("--rate", type=positive, default=0.8, metavar="R", help="requests a second (default: %(default)s)")
+    followed = f"requests a second (default: {STEADY_SHARE} of what {CALLERS} callers were served at)"
+    parser.add_argument("--rate", type=positive, metavar="R", help=followed)
     parser.add_argument("--requests", type=whole(2), default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="gets the front-end's records of the requests, as JSON")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")

@@ -1,10 +1,10 @@
-"""What `make bench-predictor` says of the load it measured at."""
+"""What `make bench-predictor` says of its errors, and of the load it measured at."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.predictor import Ended, steadiness
+from benchmarks.predictor import Ended, read, report, steadiness
 
 
 def ended(arrived_s: float, ttft_ms: float) -> Ended:
@@ -24,3 +24,20 @@ def test_a_ttft_that_only_varies_is_a_steady_load() -> None:
 @pytest.mark.parametrize("count", [0, 7])
 def test_few_requests_tell_nothing_of_the_load(count: int) -> None:
     assert "too few" in steadiness([ended(second, 300.0) for second in range(count)])
+
+
+def test_errors_are_shares_of_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    record = {
+        "arrived_s": 1.0,
+        "expected": {"ttft_ms": 80.0, "end_ms": 900.0},
+        "timeline_ms": {"first_token": 100.0, "finished": 1000.0},
+        "split_token": 7,
+        "revisions": [{}],
+    }
+    report([read(record)] * 3)
+    assert capsys.readouterr().out.splitlines() == [
+        "3 requests, 3 cut, 3 revisions",
+        "  too few to tell whether the load was steady",
+        "  first token: absolute error median 20.0%, p95 20.0%; actual over expected, median 1.25",
+        "  end: absolute error median 10.0%, p95 10.0%; actual over expected, median 1.11",
+    ]

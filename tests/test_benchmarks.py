@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import batching, placement, prediction, predictor
+from benchmarks import batching, placement, prediction
 from benchmarks.goals import best_chunk, median_of, misses
 from benchmarks.load_search import best_rate, next_rate
 from benchmarks.runs import Run
@@ -107,21 +107,6 @@ def test_a_slowdown_is_told_from_a_change_of_the_batches() -> None:
     quiet = [step(i, 10.0, 10.0 + 2.0 * (i % 2), decodes=4 + 8 * (i % 2)) for i in range(200)]
     others = [step(i, 10.0, 18.0, decodes=12) for i in range(20)]
     assert prediction.slowdown(quiet, others) == pytest.approx(1.5, rel=0.1)
-
-
-def test_the_predictor_s_errors_are_shares_of_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
-    record = {
-        "expected": {"ttft_ms": 80.0, "end_ms": 900.0},
-        "timeline_ms": {"first_token": 100.0, "finished": 1000.0},
-        "split_token": 7,
-        "revisions": [{}],
-    }
-    predictor.report([predictor.read(record)] * 3)
-    assert capsys.readouterr().out.splitlines() == [
-        "3 requests, 3 cut, 3 revisions",
-        "  first token: absolute error median 20.0%, p95 20.0%; actual over expected, median 1.25",
-        "  end: absolute error median 10.0%, p95 10.0%; actual over expected, median 1.11",
-    ]
 
 
 def command(name: str, *arguments: str) -> None:
