@@ -863,8 +863,10 @@ class FleetPlan:
 def prefill_rate(table: ProfileTable, limits: InstanceLimits, decodes: int, mean_context_tokens: float, prompt_tokens: int) -> float:
     """Prefill tokens per millisecond of one instance beside these decodes."""
 
-def plan_fleet(table: ProfileTable, limits: InstanceLimits, demand: FleetDemand, current: int) -> FleetPlan:
-    """The plan of the highest prefill rate; `current` stays among equals."""
+def plan_fleet(table: ProfileTable, limits: InstanceLimits, demand: FleetDemand, current: int, *, forced: int | None = None) -> FleetPlan:
+    """
+    The plan of the highest prefill rate; `current` stays among equals. forced: so many gather.
+    """
 
 class Outcome:
     """What a placement is predicted to do."""
@@ -918,7 +920,7 @@ def others_wait_ms(queue_ms: float, work_ms: float, arrivals_per_ms: float) -> f
 class SearchInstance:
     """One instance that accepts new work."""
 
-    def __init__(self, predictor: ExecutionPredictor, *, keeps_free: bool = False, cached_tokens: int = 0, promised_tokens: int = 0, has_decode: bool = False) -> None: ...
+    def __init__(self, predictor: ExecutionPredictor, *, keeps_free: bool = False, cached_tokens: int = 0, promised_tokens: int = 0, own_key: int | None = None) -> None: ...
 
 class SearchRequest:
     """What the search knows about a request."""

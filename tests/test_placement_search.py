@@ -215,8 +215,10 @@ def test_later_requests_wait_for_work_as_long_as_there_is_a_queue() -> None:
 # --- decodes that others make late
 
 
-def late_ms(decodes: int, options: SearchOptions, step_ms: float = 50.0, has_decode: bool = False) -> float:
-    instance = SearchInstance(decoding(decodes, step_ms), has_decode=has_decode)
+def late_ms(decodes: int, options: SearchOptions, step_ms: float = 50.0, own_key: int | None = None, cost_scale: float = 1.0) -> float:
+    predictor = decoding(decodes, step_ms)
+    predictor.set_cost_scale(cost_scale, NOW_MS)
+    instance = SearchInstance(predictor, own_key=own_key)
     found = SplitSearch().try_whole([instance], 0, request_of(300), options, NOW_MS)
     return found.outcome.decodes_late_ms
 
@@ -228,7 +230,14 @@ def test_a_decode_above_the_level_of_the_fleet_makes_all_of_its_instance_late() 
     assert late_ms(19, options) == 0.0
     thirty_ms = 30 * (_decodes_ms(table, 30, 1000.0) - level_ms)
     assert late_ms(29, options) == pytest.approx(thirty_ms)
-    assert late_ms(30, options, has_decode=True) == pytest.approx(thirty_ms)  # it is one of these
+    assert late_ms(30, options, own_key=7) == pytest.approx(thirty_ms)  # it is one of these
+    assert late_ms(29, options, own_key=1_000_000) == pytest.approx(thirty_ms)  # it is not among them yet
+
+
+def test_a_slow_instance_has_its_share_of_the_decodes() -> None:
+    options = SearchOptions(mean_context_tokens=1000.0, level_step_ms=_decodes_ms(ProfileTable(A100), 20, 1000.0))
+    assert late_ms(19, options, cost_scale=1.2) == 0.0
+    assert late_ms(29, options, cost_scale=1.2) == pytest.approx(1.2 * late_ms(29, options))
 
 
 def test_a_decode_that_takes_a_step_beyond_its_limit_makes_the_others_late() -> None:
@@ -307,6 +316,8 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     most_generated = 1.5 * generated(most_within(math.inf, to_come, step_ms))
 
     def rate(gathering: int) -> float:
+        if most == 0:
+            return 0.0
         held = min(most, math.ceil(decodes / gathering))
         left = max(0, decodes - gathering * held)
         others = math.ceil(left / (instances - gathering))
@@ -385,6 +396,42 @@ def test_a_plan_stays_while_another_is_hardly_better() -> None:
         for d in range(300, 330)
     }
     assert len(chosen) == 1
+
+
+def test_a_forced_plan_has_its_own_rate_and_room_whatever_it_gains() -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=100.0, kv_tokens=60_000)
+    demand = FleetDemand(
+        instances=4,
+        decodes=200,
+        mean_context_tokens=1000.0,
+        prompt_tokens=2000,
+        prefill_rate=1.0,
+        output_rate=8.0,
+        answer_context_tokens=1000.0,
+    )
+    assert plan_fleet(table, limits, demand, 0).gathering == 0  # it would not keep up
+    forced = plan_fleet(table, limits, demand, 0, forced=1)
+    assert (forced.gathering, forced.is_short_of_room) == (1, True)
+    most = 72  # 1.2 times the memory
+    rest = prefill_rate(table, limits, math.ceil((200 - most) / 3), 1000.0, 2000)
+    assert forced.prefill_rate == pytest.approx(prefill_rate(table, limits, most, 1000.0, 2000) + 3 * rest)
+
+
+@pytest.mark.parametrize("forced", [0, 4, 9])
+def test_a_forced_plan_of_none_or_all_is_colocation(forced: int) -> None:
+    demand = FleetDemand(instances=4, decodes=60, mean_context_tokens=1000.0, prompt_tokens=2000)
+    limits = InstanceLimits(step_ms=50.0)
+    assert plan_fleet(ProfileTable(A100), limits, demand, 1).gathering > 0
+    plan = plan_fleet(ProfileTable(A100), limits, demand, 1, forced=forced)
+    assert (plan.gathering, plan.is_short_of_room) == (0, False)
+    assert plan.prefill_rate == plan.colocated_rate
+
+
+def test_an_instance_that_holds_no_decode_within_a_step_gathers_none() -> None:
+    table = ProfileTable(A100)
+    limits = InstanceLimits(step_ms=0.9 * _decodes_ms(table, 1, 10_000.0))
+    demand = FleetDemand(instances=4, decodes=4, mean_context_tokens=10_000.0, prompt_tokens=1000, answer_context_tokens=1000.0)
+    assert plan_fleet(table, limits, demand, 0).gathering == 0
 
 
 # --- the paper's Algorithm 1

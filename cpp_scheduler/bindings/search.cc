@@ -39,9 +39,14 @@ void BindPlanner(nb::module_& m) {
   m.def(
       "plan_fleet",
       [](const ProfileTable& table, const InstanceLimits& limits, const FleetDemand& demand,
-         std::int64_t current) { return PlanFleet(table, limits, demand, current); },
-      "table"_a, "limits"_a, "demand"_a, "current"_a,
-      "The plan of the highest prefill rate; `current` stays among equals.");
+         std::int64_t current, std::optional<std::int64_t> forced) {
+        PlannerOptions options;
+        options.forced = forced;
+        return PlanFleet(table, limits, demand, current, options);
+      },
+      "table"_a, "limits"_a, "demand"_a, "current"_a, nb::kw_only(), "forced"_a = nb::none(),
+      "The plan of the highest prefill rate; `current` stays among equals. forced: so many "
+      "gather.");
 }
 
 void BindOutcome(nb::module_& m) {
@@ -81,12 +86,13 @@ void BindSearch(nb::module_& m) {
       .def(
           "__init__",
           [](SearchInstance* self, ExecutionPredictor& predictor, bool keeps_free,
-             std::int64_t cached_tokens, std::int64_t promised_tokens, bool has_decode) {
+             std::int64_t cached_tokens, std::int64_t promised_tokens,
+             std::optional<std::uint64_t> own_key) {
             new (self)
-                SearchInstance{&predictor, keeps_free, cached_tokens, promised_tokens, has_decode};
+                SearchInstance{&predictor, keeps_free, cached_tokens, promised_tokens, own_key};
           },
           "predictor"_a, nb::kw_only(), "keeps_free"_a = false, "cached_tokens"_a = 0,
-          "promised_tokens"_a = 0, "has_decode"_a = false, nb::keep_alive<1, 2>());
+          "promised_tokens"_a = 0, "own_key"_a = nb::none(), nb::keep_alive<1, 2>());
   nb::class_<SearchRequest>(m, "SearchRequest", "What the search knows about a request.")
       .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, Slo>(), nb::kw_only(),
            "prompt_tokens"_a, "expected_output_tokens"_a, "likely_output_tokens"_a,

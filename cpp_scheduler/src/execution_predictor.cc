@@ -185,15 +185,23 @@ double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens
   return tail.now_ms + static_cast<double>(steps) * cost_scale_ * table_->StepMs(halfway);
 }
 
-ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms) {
+ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms,
+                                                      std::optional<std::uint64_t> without) {
   const State& tail = Tail(now_ms);
   std::int64_t prefill_tokens = 0;
   for (const Prefill& prefill : tail.prefills) prefill_tokens += prefill.request.prefill_tokens;
   for (const VirtualRequest& request : tail.waiting) {
     if (request.ready_ms <= tail.now_ms) prefill_tokens += request.prefill_tokens;
   }
-  return {static_cast<std::int64_t>(tail.decodes.size()), tail.decode_context, HeldKv(tail),
-          prefill_tokens};
+  Load load{static_cast<std::int64_t>(tail.decodes.size()), tail.decode_context, HeldKv(tail),
+            prefill_tokens};
+  if (!without) return load;
+  for (const Decode& decode : tail.decodes) {
+    if (decode.key != *without) continue;
+    load.decodes -= 1;
+    load.decode_context_tokens -= decode.end_context - (decode.end_step - tail.step);
+  }
+  return load;
 }
 
 std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std::uint64_t> before) {

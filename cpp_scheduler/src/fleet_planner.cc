@@ -43,14 +43,19 @@ class Rates {
     return static_cast<double>(demand_.instances) * Beside(decodes);
   }
 
-  // Of the fleet with so many of its instances gathering; 0 where they would not keep up.
+  // Of the fleet with so many of its instances gathering.
   double Gathered(std::int64_t gathering) const {
+    if (most_ == 0) return 0.0;
     const std::int64_t free = demand_.instances - gathering;
     const std::int64_t held = std::min(DividedUp(demand_.decodes, gathering), most_);
     const std::int64_t left = std::max<std::int64_t>(0, demand_.decodes - gathering * held);
     const double others = left == 0 ? free_ : Beside(DividedUp(left, free));
-    const double rate =
-        static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
+    return static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
+  }
+
+  // The same; 0 where they would not keep up.
+  double Sustained(std::int64_t gathering) const {
+    const double rate = Gathered(gathering);
     return Brought(rate) <= static_cast<double>(gathering) * most_generated_ ? rate : 0.0;
   }
 
@@ -102,6 +107,39 @@ class Rates {
   const double most_held_;       // and that it generates with all its memory or seats taken
 };
 
+bool GathersSome(std::int64_t gathering, const FleetDemand& demand) {
+  return gathering > 0 && gathering < demand.instances;
+}
+
+// What gains enough over colocation, which the plan is so far.
+void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& demand,
+                   std::int64_t current, const PlannerOptions& options) {
+  const double unit = static_cast<double>(demand.instances) * rates.Free();
+  // What there is, while it is worth it; else colocation.
+  if (GathersSome(current, demand)) {
+    const double rate = rates.Sustained(current);
+    const double least = plan.colocated_rate + options.least_kept * unit;
+    if (rate > least || (demand.decodes == 0 && rate > 0.0)) {
+      plan.gathering = current;
+      plan.prefill_rate = rate;
+    }
+  }
+  const double wanted = plan.prefill_rate + options.least_gain * unit;
+  const double step =
+      std::max(1.0 + 1e-9, std::pow(static_cast<double>(demand.instances), 1.0 / (kMostTried - 1)));
+  std::int64_t last = 0;
+  for (double next = 1.0; demand.decodes > 0; next *= step) {
+    const std::int64_t gathering = std::max<std::int64_t>(last + 1, std::llround(next));
+    if (gathering >= demand.instances) break;
+    last = gathering;
+    const double rate = rates.Sustained(gathering);
+    if (rate > wanted && rate > plan.prefill_rate) {
+      plan.gathering = gathering;
+      plan.prefill_rate = rate;
+    }
+  }
+}
+
 }  // namespace
 
 double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std::int64_t decodes,
@@ -128,32 +166,15 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
   if (demand.instances == 0) return plan;
   const Rates rates(table, limits, demand, options);
   const double free = rates.Free();
-  const double unit = static_cast<double>(demand.instances) * free;
   plan.lost_share = free > 0.0 ? std::max(0.0, 1.0 - rates.Beside(1) / free) : 0.0;
   plan.colocated_rate = plan.prefill_rate = rates.Colocated();
-
-  // What there is, while it is worth it; else colocation.
-  if (current > 0 && current < demand.instances) {
-    const double rate = rates.Gathered(current);
-    const double least = plan.colocated_rate + options.least_kept * unit;
-    if (rate > least || (demand.decodes == 0 && rate > 0.0)) {
-      plan.gathering = current;
-      plan.prefill_rate = rate;
+  if (options.forced) {
+    if (GathersSome(*options.forced, demand)) {
+      plan.gathering = *options.forced;
+      plan.prefill_rate = rates.Gathered(plan.gathering);
     }
-  }
-  const double wanted = plan.prefill_rate + options.least_gain * unit;
-  const double step =
-      std::max(1.0 + 1e-9, std::pow(static_cast<double>(demand.instances), 1.0 / (kMostTried - 1)));
-  std::int64_t last = 0;
-  for (double next = 1.0; demand.decodes > 0; next *= step) {
-    const std::int64_t gathering = std::max<std::int64_t>(last + 1, std::llround(next));
-    if (gathering >= demand.instances) break;
-    last = gathering;
-    const double rate = rates.Gathered(gathering);
-    if (rate > wanted && rate > plan.prefill_rate) {
-      plan.gathering = gathering;
-      plan.prefill_rate = rate;
-    }
+  } else {
+    PlanGathering(plan, rates, demand, current, options);
   }
   plan.is_short_of_room =
       plan.gathering > 0 && rates.IsShortOfRoom(plan.gathering, plan.prefill_rate);

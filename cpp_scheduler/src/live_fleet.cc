@@ -93,6 +93,7 @@ void LiveFleet::Observe(const InstanceState& instance) {
   const auto found = instances_.find(instance.instance_id);
   if (found != instances_.end() && found->second.limits == instance.limits) return;
   auto predictor = std::make_unique<ExecutionPredictor>(*table_, instance.limits);
+  if (found == instances_.end()) planned_ms_ = kNeverPlanned;  // for others
   Instance& known = instances_[instance.instance_id];
   known.limits = instance.limits;
   Install(known, std::move(predictor));
@@ -113,7 +114,7 @@ void LiveFleet::Learn(const ProfileTable& table, double now_ms) {
     Install(instance, std::make_unique<ExecutionPredictor>(*learnt, instance.limits));
   }
   table_ = std::move(learnt);
-  planned_ms_ = -kPlanEveryMs;  // by the old one
+  planned_ms_ = kNeverPlanned;  // by the old one
 }
 
 // With what the instance's predictor has had so far.
@@ -128,7 +129,7 @@ void LiveFleet::Install(Instance& instance, std::unique_ptr<ExecutionPredictor> 
 }
 
 void LiveFleet::Remove(const InstanceId& instance_id) {
-  instances_.erase(instance_id);
+  if (instances_.erase(instance_id) > 0) planned_ms_ = kNeverPlanned;
   for (auto& [request_id, entry] : entries_) {
     for (Part& part : entry.parts) {
       if (part.instance_id == instance_id) part.promised_tokens = 0;
@@ -144,7 +145,7 @@ void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
   lasting_.Count(prompt, output, now_ms);
 }
 
-// By the table; with one decode more.
+// With one decode more.
 double LiveFleet::EvenStepMs() const {
   const auto decodes = static_cast<std::int64_t>(
       std::ceil(smoothed_decodes_ / static_cast<double>(planned_instances_)) + 1.0);
@@ -154,7 +155,8 @@ double LiveFleet::EvenStepMs() const {
 
 void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   if (now_ms - planned_ms_ < kPlanEveryMs && accepting.size() == planned_instances_) return;
-  planned_ms_ = now_ms;
+  const double kept = std::exp2(-(now_ms - smoothed_ms_) / kPlanEveryMs);
+  planned_ms_ = smoothed_ms_ = now_ms;
   planned_instances_ = accepting.size();
   std::int64_t decodes = 0, context = 0;
   struct Gatherer {
@@ -169,20 +171,17 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     context += then.decode_context_tokens;
     order.push_back({&instance, then.decodes});
   }
-  smoothed_decodes_ = 0.5 * (smoothed_decodes_ + static_cast<double>(decodes));
+  smoothed_decodes_ = kept * smoothed_decodes_ + (1.0 - kept) * static_cast<double>(decodes);
   FleetDemand demand;
   demand.instances = static_cast<std::int64_t>(accepting.size());
   demand.decodes = std::llround(smoothed_decodes_);
-  if (decodes > 0) {
-    demand.mean_context_tokens = static_cast<double>(context) / static_cast<double>(decodes);
-  }
-  if (const double prompt = recent_.MeanPromptTokens(); prompt > 0.0) {
+  demand.answer_context_tokens = lasting_.MeanContextTokens();
+  demand.mean_context_tokens = decodes > 0
+                                   ? static_cast<double>(context) / static_cast<double>(decodes)
+                                   : demand.answer_context_tokens;
+  if (const double prompt = lasting_.MeanPromptTokens(); prompt > 0.0) {
     demand.prompt_tokens = std::max<std::int64_t>(1, std::llround(prompt));
   }
-  demand.prefill_rate = lasting_.PromptTokens(now_ms);
-  demand.output_rate = lasting_.OutputTokens(now_ms);
-  demand.answer_context_tokens = lasting_.MeanContextTokens();
-  // A fleet that is slower than its table holds fewer decodes within the SLO, and prefills less.
   double scale = 0.0;
   InstanceLimits limits = order.front().instance->limits;
   for (const Gatherer& gatherer : order) {
@@ -190,14 +189,17 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     limits = Least(limits, gatherer.instance->limits);
   }
   scale /= static_cast<double>(order.size());
+  // By the table's time: in that of a fleet that is slower, steps may take less and more arrives.
   limits.step_ms /= scale;
-  plan_ = PlanFleet(*table_, limits, demand, plan_.gathering);
+  demand.prefill_rate = scale * lasting_.PromptTokens(now_ms);
+  demand.output_rate = scale * lasting_.OutputTokens(now_ms);
+  PlannerOptions planner;
+  planner.forced = options_.gathering;
+  plan_ = PlanFleet(*table_, limits, demand, plan_.gathering, planner);
   plan_.prefill_rate /= scale;
   plan_.colocated_rate /= scale;
-  if (options_.gathering) plan_.gathering = *options_.gathering;
   mean_context_tokens_ = demand.mean_context_tokens;
-  level_step_ms_ =
-      plan_.gathering > 0 ? std::numeric_limits<double>::infinity() : scale * EvenStepMs();
+  level_step_ms_ = plan_.gathering > 0 ? std::numeric_limits<double>::infinity() : EvenStepMs();
   std::stable_sort(order.begin(), order.end(), [](const Gatherer& a, const Gatherer& b) {
     if (a.instance->gathers != b.instance->gathers) return a.instance->gathers;
     return a.decodes > b.decodes;
@@ -216,22 +218,22 @@ Placement LiveFleet::Choose(const RequestSpec& request, std::span<const Instance
 
 SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) const {
   return {instance.predictor.get(), plan_.gathering > 0 && !instance.gathers, 0,
-          instance.promised_tokens - own_promise};
+          instance.promised_tokens - own_promise, std::nullopt};
 }
 
-// Where the gathering instances are short of room and none has any for this request, it costs
+// Where the gathering instances are short of room and none has any for this prompt, it costs
 // nothing to decode on the others.
-void LiveFleet::OpenFree(const RequestSpec& request, double now_ms) {
-  if (!plan_.is_short_of_room) return;
-  const auto has_room = [&](const SearchInstance& instance) {
-    const InstanceLimits& limits = instance.predictor->limits();
+bool LiveFleet::GathererHasRoom(std::int64_t prompt_tokens, double now_ms) {
+  if (!plan_.is_short_of_room) return true;
+  return std::ranges::any_of(instances_, [&](auto& known) {
+    Instance& instance = known.second;
+    if (!instance.gathers) return false;
+    const InstanceLimits& limits = instance.limits;
     const ExecutionPredictor::Load load = instance.predictor->LoadThen(now_ms);
-    return !instance.keeps_free && load.decodes < limits.max_requests &&
-           static_cast<double>(load.kv_tokens + request.prompt_tokens) <=
+    return load.decodes < limits.max_requests &&
+           static_cast<double>(load.kv_tokens + prompt_tokens) <=
                kMostHeld * static_cast<double>(limits.kv_tokens);
-  };
-  if (std::ranges::any_of(candidates_, has_room)) return;
-  for (SearchInstance& instance : candidates_) instance.keeps_free = false;
+  });
 }
 
 SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) const {
@@ -255,7 +257,9 @@ Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
     candidates_.push_back(Seen(instances_.at(load.instance_id)));
     candidates_.back().cached_tokens = CachedOn(request, load.instance_id);
   }
-  OpenFree(request, now_ms);
+  if (!GathererHasRoom(request.prompt_tokens, now_ms)) {
+    for (SearchInstance& instance : candidates_) instance.keeps_free = false;
+  }
   const SearchRequest wanted = Wanted(request);
   const SearchOptions options = Circumstances(accepting.size(), now_ms);
   const Choice choice =
@@ -553,9 +557,12 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   PendingHandOff pending;
   pending.alpha = Seen(alpha->second, entry.parts[0].promised_tokens);
   pending.beta = Seen(beta->second, entry.parts[1].promised_tokens);
-  pending.beta.has_decode = true;
+  if (!GathererHasRoom(entry.prompt_tokens, now_ms)) {
+    pending.alpha.keeps_free = pending.beta.keeps_free = false;
+  }
   pending.alpha_key = KeyOf(entry.ordinal, 0);
   pending.beta_key = KeyOf(entry.ordinal, 1);
+  pending.beta.own_key = pending.beta_key;
   pending.split_token = entry.split_token;
   pending.waited_ms = now_ms - entry.arrived_ms;
   const std::optional<Revision> revision = ReviseHandOff(

@@ -38,32 +38,22 @@ VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
           ready_ms};
 }
 
-// Without the request itself.
-ExecutionPredictor::Load LoadBeside(const SearchInstance& instance, const SearchRequest& request,
-                                    double now_ms) {
-  ExecutionPredictor::Load load = instance.predictor->LoadThen(now_ms);
-  if (instance.has_decode && load.decodes > 0) {
-    --load.decodes;
-    load.decode_context_tokens =
-        std::max<std::int64_t>(0, load.decode_context_tokens - request.prompt_tokens);
-  }
-  return load;
-}
-
 // How much later, per step, the decodes of an instance are for one more.  Where the fleet's are
 // kept level, all of them, by what their step is longer than if they were; else the others, by what
 // it adds to a step beyond the limit.  By the context that a decode of the fleet has on average:
 // young decodes grow old together, and what is about to end is soon no load.
 double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
                      const SearchOptions& options) {
+  const double scale = predictor.cost_scale();
   const auto excess_ms = [&](std::int64_t count, double limit_ms) {
     if (count == 0) return 0.0;
     const double context = static_cast<double>(count) * options.mean_context_tokens;
     const double step_ms = predictor.table().StepMs({0, 0.0, count, std::llround(context)});
-    return std::max(0.0, predictor.cost_scale() * step_ms - limit_ms);
+    return std::max(0.0, scale * step_ms - limit_ms);
   };
   if (std::isfinite(options.level_step_ms)) {
-    return static_cast<double>(decodes + 1) * excess_ms(decodes + 1, options.level_step_ms);
+    const double level_ms = scale * options.level_step_ms;
+    return static_cast<double>(decodes + 1) * excess_ms(decodes + 1, level_ms);
   }
   const double limit_ms = predictor.limits().step_ms;
   return static_cast<double>(decodes) *
@@ -154,7 +144,7 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     const SearchInstance& instance = instances[ranked_[k].index];
     ExecutionPredictor& predictor = *instance.predictor;
     const InstanceLimits& limits = predictor.limits();
-    const ExecutionPredictor::Load load = LoadBeside(instance, request, now_ms);
+    const ExecutionPredictor::Load load = predictor.LoadThen(now_ms, instance.own_key);
     const double scale = predictor.cost_scale();
     const StepRow row = predictor.table().RowOf(load.decodes, load.decode_context_tokens);
     const PrefillBudget budget =

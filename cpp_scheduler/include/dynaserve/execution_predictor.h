@@ -161,7 +161,8 @@ class ExecutionPredictor {
     std::int64_t kv_tokens = 0;
     std::int64_t prefill_tokens = 0;  // that come before those of a newcomer
   };
-  Load LoadThen(double now_ms);
+  // The decode of the request `without` is left out.
+  Load LoadThen(double now_ms, std::optional<std::uint64_t> without = std::nullopt);
 
   // What a step beside these decodes, scaled as the instance's are, takes of this work alone: of a
   // step's limits and the table's latencies, unscaled.

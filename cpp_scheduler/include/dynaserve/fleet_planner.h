@@ -6,13 +6,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "dynaserve/execution_predictor.h"
 #include "dynaserve/profile_table.h"
 
 namespace dynaserve {
 
-// What the fleet has to do now; decodes are those that run or have been promised.
+// What the fleet has to do now; decodes are those that run once the queues of prefill are done.
 struct FleetDemand {
   std::int64_t instances = 0;
   std::int64_t decodes = 0;
@@ -46,6 +47,7 @@ struct PlannerOptions {
   // alone.  More than they can: the others take some, and steps of fewer decodes are shorter.
   // Beyond, answers are what the fleet lacks.
   double most_decode_load = 1.5;
+  std::optional<std::int64_t> forced;  // so many gather, whatever they gain
 };
 
 // Prefill tokens per millisecond of one instance beside these decodes; 0 where they leave no room.

@@ -148,7 +148,7 @@ class LiveFleet {
                         double now_ms);
   SearchOptions Circumstances(std::size_t instances, double now_ms) const;
   SearchInstance Seen(Instance& instance, std::int64_t own_promise = 0) const;
-  void OpenFree(const RequestSpec& request, double now_ms);
+  bool GathererHasRoom(std::int64_t prompt_tokens, double now_ms);
   void CountStep(Instance& instance, const BatchShape& shape, double measured_ms, double now_ms);
   static double PrefillShare(const Instance& instance, double now_ms);
   static bool MayLook(Instance& alpha, const Entry& entry, double now_ms);
@@ -169,7 +169,9 @@ class LiveFleet {
   double now_ms_ = 0.0;
 
   FleetPlan plan_;
-  double planned_ms_ = -1e300;
+  static constexpr double kNeverPlanned = -1e300;
+  double planned_ms_ = kNeverPlanned;
+  double smoothed_ms_ = kNeverPlanned;
   std::size_t planned_instances_ = 0;
   double smoothed_decodes_ = 0.0;
   double mean_context_tokens_ = 0.0;  // of a decode, when it was planned

@@ -40,8 +40,8 @@ struct Outcome {
 double OthersWaitMs(double queue_ms, double work_ms, double arrivals_per_ms);
 
 // Every millisecond of TTFT over its SLO counts ten times; every token is late by what the step of
-// its decodes exceeds the TBT SLO, and makes those of the other decodes late; a visible gap counts
-// as a late token; memory that is not there is paid by computing its tokens again.
+// its decodes exceeds the TBT SLO, and makes those of the instance's decodes late; a visible gap
+// counts as a late token; memory that is not there is paid by computing its tokens again.
 double ObjectiveMs(const Outcome& outcome, const Slo& slo);
 
 }  // namespace dynaserve

@@ -23,10 +23,10 @@ inline constexpr int kWholeProbes = 3;
 // One instance that accepts new work.
 struct SearchInstance {
   ExecutionPredictor* predictor = nullptr;
-  bool keeps_free = false;           // of decodes, by the fleet plan
-  std::int64_t cached_tokens = 0;    // of this prompt, in its prefix cache
-  std::int64_t promised_tokens = 0;  // KV of its requests at their likely ends
-  bool has_decode = false;           // of this request, on its timeline already
+  bool keeps_free = false;               // of decodes, by the fleet plan
+  std::int64_t cached_tokens = 0;        // of this prompt, in its prefix cache
+  std::int64_t promised_tokens = 0;      // KV of its requests at their likely ends
+  std::optional<std::uint64_t> own_key;  // of this request, where it is on the timeline already
 };
 
 struct SearchRequest {
@@ -49,8 +49,8 @@ struct SearchOptions {
   double lost_share = 0.0;                    // FleetPlan::lost_share
   double prefill_pressure = 0.0;     // share of its time that the fleet prefills, in [0, 1]
   double mean_context_tokens = 0.0;  // of a decode of the fleet
-  // Of the decodes of an instance alone, were the fleet's spread evenly: where nothing is gathered,
-  // they are kept level.  infinity: not so.
+  // By the table, of the decodes of an instance alone, were the fleet's spread evenly: where
+  // nothing is gathered, they are kept level.  infinity: not so.
   double level_step_ms = std::numeric_limits<double>::infinity();
 };
 
