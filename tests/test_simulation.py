@@ -178,6 +178,16 @@ def test_hand_offs_are_revised_unless_they_are_to_stay() -> None:
     assert sum(use.tokens for use in revised.uses) == sum(use.tokens for use in fixed.uses)
 
 
+def test_hand_offs_inside_the_answer_are_not_revised() -> None:
+    rng, requests = random.Random(1), []
+    for number in range(60):
+        requests.append((100.0 * number, rng.randint(20, 4000), rng.randint(20, 400)))
+    instance = engine(Batching.slo, 2048, 64, 20_000, 50.0)
+    result = run(requests, instance, Options(Policy.exhaustive), instances=2, roofline=A100_14B)
+    cuts = [outcome.split_token for outcome in result.outcomes]
+    assert any(cut is not None and cut >= prompt for cut, (_, prompt, _) in zip(cuts, requests, strict=True))
+
+
 def test_requests_that_only_prefill_on_an_instance_need_no_room_for_their_decodes() -> None:
     requests = [(0.0, 50, 2)] * 10
     instance = engine(Batching.slo, slo_ms=30.0)
@@ -233,7 +243,11 @@ requests_of = st.lists(st.tuples(st.floats(0, 500), st.integers(1, 300), st.inte
 @given(
     drawn=requests_of,
     policy=st.sampled_from(
-        [None, *map(Options, (Policy.colocated, Policy.disaggregated, Policy.dynamic, Policy.paper)), Options(Policy.fixed, 0.7)]
+        [
+            None,
+            *map(Options, (Policy.colocated, Policy.disaggregated, Policy.dynamic, Policy.exhaustive, Policy.paper)),
+            Options(Policy.fixed, 0.7),
+        ]
     ),
     batching=st.sampled_from([Batching.fixed_chunk, Batching.slo]),
     instances=st.integers(1, 4),
