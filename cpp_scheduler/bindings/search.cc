@@ -52,12 +52,13 @@ void BindPlanner(nb::module_& m) {
 void BindOutcome(nb::module_& m) {
   nb::class_<Outcome> outcome(m, "Outcome", "What a placement is predicted to do.");
   outcome
-      .def(nb::init<double, double, double, double, double, double, double, double, double,
-                    double>(),
+      .def(nb::init<double, double, double, double, double, double, double, double, double, double,
+                    double, double, double>(),
            nb::kw_only(), "ttft_ms"_a = 0.0, "others_wait_ms"_a = 0.0, "lost_prefill_ms"_a = 0.0,
            "hand_off_ms"_a = 0.0, "gap_ms"_a = 0.0, "decode_step_ms"_a = 0.0,
            "decode_tokens"_a = 0.0, "overflow_tokens"_a = 0.0, "token_ms"_a = 0.0,
-           "decodes_late_ms"_a = 0.0)
+           "decodes_late_ms"_a = 0.0, "alpha_decode_step_ms"_a = 0.0, "alpha_decode_tokens"_a = 0.0,
+           "alpha_decodes_late_ms"_a = 0.0)
       .def_ro("ttft_ms", &Outcome::ttft_ms)
       .def_ro("others_wait_ms", &Outcome::others_wait_ms)
       .def_ro("lost_prefill_ms", &Outcome::lost_prefill_ms)
@@ -67,9 +68,13 @@ void BindOutcome(nb::module_& m) {
       .def_ro("decode_tokens", &Outcome::decode_tokens)
       .def_ro("overflow_tokens", &Outcome::overflow_tokens)
       .def_ro("token_ms", &Outcome::token_ms)
-      .def_ro("decodes_late_ms", &Outcome::decodes_late_ms);
+      .def_ro("decodes_late_ms", &Outcome::decodes_late_ms)
+      .def_ro("alpha_decode_step_ms", &Outcome::alpha_decode_step_ms)
+      .def_ro("alpha_decode_tokens", &Outcome::alpha_decode_tokens)
+      .def_ro("alpha_decodes_late_ms", &Outcome::alpha_decodes_late_ms);
   AsValue(outcome, "ttft_ms", "others_wait_ms", "lost_prefill_ms", "hand_off_ms", "gap_ms",
-          "decode_step_ms", "decode_tokens", "overflow_tokens", "token_ms", "decodes_late_ms");
+          "decode_step_ms", "decode_tokens", "overflow_tokens", "token_ms", "decodes_late_ms",
+          "alpha_decode_step_ms", "alpha_decode_tokens", "alpha_decodes_late_ms");
   m.def("objective_ms", &ObjectiveMs, "outcome"_a, "slo"_a,
         "What a placement costs, in milliseconds: the number that the dynamic policy minimises.");
   m.def("others_wait_ms", &OthersWaitMs, "queue_ms"_a, "work_ms"_a, "arrivals_per_ms"_a,
@@ -98,6 +103,7 @@ void BindSearch(nb::module_& m) {
            "prompt_tokens"_a, "expected_output_tokens"_a, "likely_output_tokens"_a,
            "may_cut"_a = true, "slo"_a = Slo{})
       .def_ro("prompt_tokens", &SearchRequest::prompt_tokens)
+      .def_ro("expected_output_tokens", &SearchRequest::expected_output_tokens)
       .def_ro("slo", &SearchRequest::slo);
   const SearchOptions usual;
   nb::class_<SearchOptions>(m, "SearchOptions", "What the search knows beside the instances.")

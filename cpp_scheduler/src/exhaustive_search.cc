@@ -34,7 +34,7 @@ Choice FindExhaustively(SplitSearch& search, std::span<const SearchInstance> ins
         probe(alpha, beta, split);
       }
       if (prompt > 1) probe(alpha, beta, prompt - 1);
-      for (std::int64_t split = prompt + 1; split < end; split += stride_tokens) {
+      for (std::int64_t split = prompt; split < end; split += stride_tokens) {
         probe(alpha, beta, split);
       }
     }

@@ -26,7 +26,7 @@ class Rates {
         free_(Beside(0)),
         most_(
             MostInAStep(Room(options.most_kv_share * limits.kv_tokens, demand.mean_context_tokens),
-                        demand.mean_context_tokens)),
+                        std::max(demand.mean_context_tokens, demand.answer_context_tokens))),
         most_generated_(options.most_decode_load *
                         Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
         most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))) {}

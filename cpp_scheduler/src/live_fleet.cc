@@ -295,7 +295,8 @@ Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
   const std::int64_t split = choice.split_token;
   return {{first, 0, split},
           MicroRequest{accepting[*choice.beta].instance_id, split, std::max(end_token, split + 1)},
-          PlacementReason::kLevelsPrefill,
+          split < request.prompt_tokens ? PlacementReason::kLevelsPrefill
+                                        : PlacementReason::kGathersDecodes,
           std::move(prediction)};
 }
 
@@ -332,10 +333,8 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
   entry.split_token = placement.split_token();
   entry.request = Wanted(request);
   entry.arrived_ms = entry.looked_ms = now_ms;
-  // Second thoughts are about cuts inside the prompt; an exhaustive search finds others, too.
-  const bool is_revised = placement.reason == PlacementReason::kLevelsPrefill &&
-                          placement.split_token() < request.prompt_tokens;
-  entry.revisions_left = is_revised ? kMostRevisions : 0;
+  // Second thoughts are about cuts inside the prompt.
+  entry.revisions_left = placement.reason == PlacementReason::kLevelsPrefill ? kMostRevisions : 0;
   const std::int64_t promised = PromisedTokens(request);
   const std::int64_t split = placement.split_token();
   const std::int64_t prefill = std::min(split, request.prompt_tokens);

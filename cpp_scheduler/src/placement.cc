@@ -111,7 +111,8 @@ Placement Whole(const Split& split, const RequestSpec& request, const Groups& gr
 
 bool IsCut(PlacementReason reason) {
   using enum PlacementReason;
-  return reason == kForced || reason == kPolicy || reason == kLevelsPrefill || reason == kBalanced;
+  return reason == kForced || reason == kPolicy || reason == kLevelsPrefill ||
+         reason == kGathersDecodes || reason == kBalanced;
 }
 
 std::int64_t ComputedTokens(std::int64_t prompt_tokens, std::int64_t output_tokens) {

@@ -4,9 +4,11 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "dynaserve/batch_rule.h"
 #include "dynaserve/placement.h"
+#include "dynaserve/search_sketch.h"
 
 namespace dynaserve {
 namespace {
@@ -61,40 +63,6 @@ double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
 }
 
 }  // namespace
-
-// One instance as the closed forms see it.
-struct SplitSearch::Sketch {
-  std::size_t index = 0;
-  bool keeps_free = false;
-  double queue_ms = 0.0;       // until the prefills are done that are there
-  double begins_ms = 0.0;      // until a newcomer would begin, as far as is known
-  double full_step_ms = 0.0;   // a step with as much prefill as pays
-  double empty_step_ms = 0.0;  // one with a single token of it
-  double full_step_tokens = 1.0;
-  double decode_step_ms = 0.0;   // of decodes alone, with one more
-  double decodes_late_ms = 0.0;  // per step, with one more
-  double limit_ms = 0.0;         // of a step with decodes; 0: none
-  double room_tokens = 0.0;      // of KV, at the likely ends of all its requests
-  std::int64_t cached_tokens = 0;
-  std::optional<StepRow> row;  // of steps beside its decodes
-
-  double PrefillMs(double tokens) const {
-    if (tokens <= 0.0) return 0.0;
-    const double steps = std::floor(tokens / full_step_tokens);
-    const double rest = tokens - steps * full_step_tokens;
-    const double last_ms =
-        rest > 0.0 ? empty_step_ms + (full_step_ms - empty_step_ms) * (rest / full_step_tokens)
-                   : 0.0;
-    return steps * full_step_ms + last_ms;
-  }
-  // Of the last step of so many tokens.
-  double LastTokens(double tokens) const {
-    return tokens - full_step_tokens * std::max(0.0, std::ceil(tokens / full_step_tokens) - 1.0);
-  }
-  double TokenMs() const { return full_step_ms / full_step_tokens; }
-  double PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
-                      std::int64_t context_tokens) const;
-};
 
 SplitSearch::SplitSearch() = default;
 SplitSearch::~SplitSearch() = default;
@@ -165,9 +133,11 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     sketch.row = row;
     const double ahead_steps =
         std::floor(static_cast<double>(load.prefill_tokens) / sketch.full_step_tokens);
-    sketch.begins_ms = std::max(sketch.queue_ms + ahead_steps * sketch.full_step_ms,
-                                predictor.AdmittedMs(now_ms, request.prompt_tokens) - now_ms);
+    sketch.seat_ms = predictor.AdmittedMs(now_ms, request.prompt_tokens) - now_ms;
+    sketch.begins_ms =
+        std::max(sketch.queue_ms + ahead_steps * sketch.full_step_ms, sketch.seat_ms);
     sketch.cached_tokens = std::min(instance.cached_tokens, request.prompt_tokens - 1);
+    sketch.priced = Priced(sketch, request, options);
     sketches_.push_back(sketch);
   }
 }
@@ -198,14 +168,13 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
 Outcome SplitSearch::PriceDecoding(const SearchInstance& instance, const SearchRequest& request,
                                    const SearchOptions& options, double now_ms) {
   SketchAll({&instance, 1}, request, options, now_ms);
-  return Priced(sketches_.front(), request, options);
+  return sketches_.front().priced;
 }
 
 double SplitSearch::GuessWhole(const Sketch& sketch, const SearchRequest& request,
                                const SearchOptions& options) const {
-  const double work_ms =
-      sketch.PrefillMs(static_cast<double>(request.prompt_tokens - sketch.cached_tokens));
-  Outcome outcome = Priced(sketch, request, options);
+  const double work_ms = sketch.PromptMs(request.prompt_tokens);
+  Outcome outcome = sketch.priced;
   outcome.ttft_ms = sketch.begins_ms + work_ms;
   outcome.others_wait_ms = OthersWaitMs(sketch.begins_ms, work_ms, options.arrivals_per_ms);
   return ObjectiveMs(outcome, request.slo);
@@ -229,7 +198,7 @@ double SplitSearch::GuessCut(const Sketch& alpha, const Sketch& beta, std::int64
 
 double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
                              const SearchRequest& request, const SearchOptions& options) const {
-  Outcome outcome = Priced(beta, request, options);
+  Outcome outcome = beta.priced;
   outcome.ttft_ms = times.ttft_ms;
   outcome.others_wait_ms =
       OthersWaitMs(times.alpha_queue_ms, times.alpha_ms, options.arrivals_per_ms) +
@@ -257,7 +226,7 @@ Choice SplitSearch::ExactWhole(std::span<const SearchInstance> instances, std::s
   choice.alpha = index;
   choice.split_token = end;
   choice.alpha_start_ms = forecast.start_ms;
-  choice.outcome = Priced(sketch, request, options);
+  choice.outcome = sketch.priced;
   choice.outcome.ttft_ms = forecast.prefill_end_ms - now_ms;
   choice.outcome.others_wait_ms =
       OthersWaitMs(forecast.start_ms - now_ms, forecast.prefill_end_ms - forecast.start_ms,
@@ -270,14 +239,20 @@ Choice SplitSearch::ExactWhole(std::span<const SearchInstance> instances, std::s
 Choice SplitSearch::TryCut(std::span<const SearchInstance> instances, std::size_t alpha,
                            std::size_t beta, std::int64_t split_token, const SearchRequest& request,
                            const SearchOptions& options, double now_ms) {
+  Sketch first;
+  if (split_token >= request.prompt_tokens) {
+    SketchAll(instances.subspan(alpha, 1), request, options, now_ms);
+    first = sketches_.front();
+  }
   SketchAll(instances.subspan(beta, 1), request, options, now_ms);
-  return ExactCut(instances, alpha, beta, sketches_.front(), split_token, request, options, now_ms);
+  return ExactCut(instances, first, sketches_.front(), alpha, beta, split_token, request, options,
+                  now_ms);
 }
 
-Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::size_t alpha,
-                             std::size_t beta, const Sketch& decoding, std::int64_t split_token,
-                             const SearchRequest& request, const SearchOptions& options,
-                             double now_ms) const {
+Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, const Sketch& prefilling,
+                             const Sketch& decoding, std::size_t alpha, std::size_t beta,
+                             std::int64_t split_token, const SearchRequest& request,
+                             const SearchOptions& options, double now_ms) const {
   const VirtualRequest first =
       AlphaOf(request, split_token, instances[alpha].cached_tokens, now_ms);
   const bool in_answer = split_token >= request.prompt_tokens;
@@ -295,13 +270,15 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, std::siz
   choice.alpha_start_ms = computed.start_ms;
   choice.hand_off_ms = ready_ms;
   choice.beta_start_ms = continued.start_ms;
-  choice.outcome = Priced(decoding, request, options);
+  choice.outcome = in_answer ? PricedInAnswer(prefilling, decoding, split_token, request, options)
+                             : decoding.priced;
   const double first_token_ms = in_answer ? computed.prefill_end_ms : continued.prefill_end_ms;
   choice.outcome.ttft_ms = first_token_ms - now_ms;
   choice.outcome.hand_off_ms =
       options.hand_off_price_ms + options.hand_off_price_share * choice.outcome.ttft_ms;
   if (in_answer) {
-    choice.outcome.gap_ms = continued.start_ms + decoding.decode_step_ms - computed.end_ms;
+    choice.outcome.gap_ms = std::max(
+        choice.outcome.gap_ms, continued.start_ms + decoding.decode_step_ms - computed.end_ms);
   }
   choice.outcome.others_wait_ms =
       OthersWaitMs(computed.start_ms - now_ms,
@@ -320,10 +297,11 @@ Choice SplitSearch::Find(std::span<const SearchInstance> instances, const Search
   SketchAll(instances, request, options, now_ms);
   Choice best = BestWhole(instances, request, options, now_ms);
   const double whole_ms = best.objective_ms;
-  const bool cuts = request.may_cut && instances.size() > 1 &&
-                    request.prompt_tokens >= options.least_cut_prompt_tokens;
+  const bool may_cut = request.may_cut && instances.size() > 1;
   int probes = 0;
-  if (cuts) Refine(instances, request, options, now_ms, best, probes);
+  if (may_cut) TryInAnswer(instances, request, options, now_ms, best, probes);
+  if (may_cut && request.prompt_tokens >= options.least_cut_prompt_tokens)
+    Refine(instances, request, options, now_ms, best, probes);
   best.whole_objective_ms = whole_ms;
   best.probes = probes;
   return best;
@@ -378,8 +356,8 @@ void SplitSearch::Refine(std::span<const SearchInstance> instances, const Search
       draft.is_probed |= draft.alpha == next->alpha && draft.beta == next->beta &&
                          draft.split_token == next->split_token;
     }
-    const Choice tried = ExactCut(instances, next->alpha->index, next->beta->index, *next->beta,
-                                  next->split_token, request, options, now_ms);
+    const Choice tried = ExactCut(instances, *next->alpha, *next->beta, next->alpha->index,
+                                  next->beta->index, next->split_token, request, options, now_ms);
     Note(tried);
     if (tried.objective_ms < best.objective_ms) best = tried;
   }
@@ -400,7 +378,7 @@ void SplitSearch::ChartPairs(std::span<const SearchInstance> instances,
     }
   }
   drafts_.clear();
-  for (int charts = 0; charts < kMostCharts; ++charts) {
+  for (int charts = 0; charts < kMostCharts && probes < kMostProbes; ++charts) {
     PairGuess* next = nullptr;
     for (PairGuess& guess : kept) {
       if (guess.alpha == nullptr) continue;

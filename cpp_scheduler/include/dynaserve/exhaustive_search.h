@@ -10,7 +10,7 @@
 namespace dynaserve {
 
 // Cuts are tried at every `stride_tokens` tokens, inside the prompt (from
-// SearchOptions::least_part_tokens on, and at its last token) and inside the answer.  Nothing is
+// SearchOptions::least_part_tokens on, and at its last token) and from its end on.  Nothing is
 // reserved.  `instances` must not be empty; stride_tokens must be at least 1.
 Choice FindExhaustively(SplitSearch& search, std::span<const SearchInstance> instances,
                         const SearchRequest& request, const SearchOptions& options,

@@ -31,6 +31,11 @@ struct Outcome {
   double overflow_tokens = 0.0;  // of KV beyond what the instance has, at the likely end
   double token_ms = 0.0;         // to compute one such token again
   double decodes_late_ms = 0.0;  // per step, that the decodes where it will decode are later
+  // Of a cut inside the answer, the same of the tokens before it, where alpha decodes;
+  // decode_tokens are those after it.
+  double alpha_decode_step_ms = 0.0;
+  double alpha_decode_tokens = 0.0;
+  double alpha_decodes_late_ms = 0.0;
 
   bool operator==(const Outcome&) const = default;
 };
@@ -40,8 +45,10 @@ struct Outcome {
 double OthersWaitMs(double queue_ms, double work_ms, double arrivals_per_ms);
 
 // Every millisecond of TTFT over its SLO counts ten times; every token is late by what the step of
-// its decodes exceeds the TBT SLO, and makes those of the instance's decodes late; a visible gap
-// counts as a late token; memory that is not there is paid by computing its tokens again.
+// its decodes exceeds the TBT SLO, and makes those of the instance's decodes late; a gap between
+// tokens is a wait as that for the first one is, and counts ten times over the TBT SLO, too, or as
+// often more as an answer has fewer than a hundred tokens, of which one may be late; memory that is
+// not there is paid by computing its tokens again.
 double ObjectiveMs(const Outcome& outcome, const Slo& slo);
 
 }  // namespace dynaserve

@@ -105,8 +105,8 @@ class SplitSearch {
   }
 
   // Exact predictions of one candidate: Find() decides by them, and the oracle of the tests tries
-  // every cut.  split_token: in [1, prompt_tokens - 1], or, inside the answer, from
-  // prompt_tokens + 1 on.
+  // every cut.  split_token: in [1, end), where `end` tokens are computed in all; from
+  // prompt_tokens on alpha gives the first token.
   Choice TryWhole(std::span<const SearchInstance> instances, std::size_t index,
                   const SearchRequest& request, const SearchOptions& options, double now_ms);
   Choice TryCut(std::span<const SearchInstance> instances, std::size_t alpha, std::size_t beta,
@@ -124,8 +124,8 @@ class SplitSearch {
   // A cut as a chart of its pair's steps tells it.
   struct Draft {
     double objective_ms;
-    const Sketch* alpha;
-    const Sketch* beta;
+    Sketch* alpha;
+    Sketch* beta;
     std::int64_t split_token;
     bool is_probed;
   };
@@ -150,6 +150,15 @@ class SplitSearch {
                  const SearchOptions& options, double now_ms);
   Outcome Priced(const Sketch& decoding, const SearchRequest& request,
                  const SearchOptions& options) const;
+  static Outcome PricedInAnswer(const Sketch& alpha, const Sketch& beta, std::int64_t split_token,
+                                const SearchRequest& request, const SearchOptions& options);
+  double GuessInAnswer(const Sketch& alpha, const Sketch& beta, std::int64_t split_token,
+                       const SearchRequest& request, const SearchOptions& options) const;
+  void DraftInAnswer(Sketch& alpha, Sketch& beta, const SearchRequest& request,
+                     const SearchOptions& options);
+  bool WasTried(const Draft& draft) const;
+  void TryInAnswer(std::span<const SearchInstance> instances, const SearchRequest& request,
+                   const SearchOptions& options, double now_ms, Choice& best, int& probes);
   double GuessWhole(const Sketch& sketch, const SearchRequest& request,
                     const SearchOptions& options) const;
   double GuessCut(const Sketch& alpha, const Sketch& beta, std::int64_t split_token,
@@ -171,8 +180,9 @@ class SplitSearch {
   Choice ExactWhole(std::span<const SearchInstance> instances, std::size_t index,
                     const Sketch& sketch, const SearchRequest& request,
                     const SearchOptions& options, double now_ms) const;
-  Choice ExactCut(std::span<const SearchInstance> instances, std::size_t alpha, std::size_t beta,
-                  const Sketch& decoding, std::int64_t split_token, const SearchRequest& request,
+  Choice ExactCut(std::span<const SearchInstance> instances, const Sketch& prefilling,
+                  const Sketch& decoding, std::size_t alpha, std::size_t beta,
+                  std::int64_t split_token, const SearchRequest& request,
                   const SearchOptions& options, double now_ms) const;
   Choice BestWhole(std::span<const SearchInstance> instances, const SearchRequest& request,
                    const SearchOptions& options, double now_ms);

@@ -73,6 +73,8 @@ enum class PlacementReason {
   kWholeIsBest,     // no cut has a lower objective (kDynamic)
   kLevelsPrefill,   // cut inside the prompt: prefill ends sooner, or decodes stay gathered
                     // (kDynamic)
+  kGathersDecodes,  // cut at the prompt's end or later: alpha answers until decodes find room where
+                    // they are gathered (kDynamic)
   kBalanced,        // cut where both instances end together (kPaper)
   kWholeOnly,       // a whole-only instance is the least reserved of all
 };

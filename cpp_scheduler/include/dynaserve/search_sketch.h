@@ -1,0 +1,56 @@
+// One instance as the closed forms of SplitSearch see it.  Only for its own sources.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+
+#include "dynaserve/split_search.h"
+
+namespace dynaserve {
+
+struct SplitSearch::Sketch {
+  std::size_t index = 0;
+  bool keeps_free = false;
+  double queue_ms = 0.0;       // until the prefills are done that are there
+  double begins_ms = 0.0;      // until a newcomer would begin, as far as is known
+  double full_step_ms = 0.0;   // a step with as much prefill as pays
+  double empty_step_ms = 0.0;  // one with a single token of it
+  double full_step_tokens = 1.0;
+  double decode_step_ms = 0.0;   // of decodes alone, with one more
+  double decodes_late_ms = 0.0;  // per step, with one more
+  double seat_ms = 0.0;          // until one more decode gets a seat, as far as is known
+  double limit_ms = 0.0;         // of a step with decodes; 0: none
+  double room_tokens = 0.0;      // of KV, at the likely ends of all its requests
+  std::int64_t cached_tokens = 0;
+  double prompt_late_ms = 0.0;  // that a prompt turned out to take longer
+  Outcome priced;               // of decoding there
+  std::optional<StepRow> row;   // of steps beside its decodes
+
+  double PrefillMs(double tokens) const {
+    if (tokens <= 0.0) return 0.0;
+    const double steps = std::floor(tokens / full_step_tokens);
+    const double rest = tokens - steps * full_step_tokens;
+    const double last_ms =
+        rest > 0.0 ? empty_step_ms + (full_step_ms - empty_step_ms) * (rest / full_step_tokens)
+                   : 0.0;
+    return steps * full_step_ms + last_ms;
+  }
+  // Of all of a prompt that is not cached.
+  double PromptMs(std::int64_t prompt_tokens) const {
+    return PrefillMs(static_cast<double>(prompt_tokens - cached_tokens));
+  }
+  // Of the last step of so many tokens.
+  double LastTokens(double tokens) const {
+    return tokens - full_step_tokens * std::max(0.0, std::ceil(tokens / full_step_tokens) - 1.0);
+  }
+  // A step of its decodes, beside prefill if there is any.
+  double RunningMs() const { return queue_ms > 0.0 ? full_step_ms : decode_step_ms; }
+  // Within two steps, one that runs and one of its own, a decode that comes has a token.
+  double TwoStepsMs() const { return RunningMs() + decode_step_ms; }
+  double TokenMs() const { return full_step_ms / full_step_tokens; }
+  double PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
+                      std::int64_t context_tokens) const;
+};
+
+}  // namespace dynaserve
