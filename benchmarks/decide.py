@@ -29,7 +29,8 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = _engine(Path(folder), args.running, args.waiting, args.steps)
         times = _Times(engine.scheduler)
-        for _ in range(args.steps):
+        for step in range(args.steps):
+            _refill(engine, args.running + args.waiting, step)
             engine.step()
     print(f"machine: {json.dumps(machine())}")
     print(f"{args.running} running, {args.waiting} waiting; medians of {args.steps} steps, microseconds")
@@ -45,8 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _refill(engine: Engine, requests: int, step: int) -> None:
+    """Prompts that end with their first token, so that every step has to choose, beside as many decodes as before."""
+    for missing in range(requests - len(engine.scheduler.requests)):
+        engine.add(f"prompt-{step}-{missing}", 4000, 1)
+
+
 def _engine(folder: Path, running: int, waiting: int, steps: int) -> Engine:
-    # Enough prefill waits that every step has to choose.
     engine = Engine(folder, blocks=40_000, max_num_seqs=running + waiting, max_num_batched_tokens=8192)
     engine.learn()
     engine.slowness = 0.2
@@ -54,8 +60,6 @@ def _engine(folder: Path, running: int, waiting: int, steps: int) -> Engine:
         engine.add(f"decode-{i}", 200 + i, 4 * steps)
     while any(request.is_prefill_chunk for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
-    for i in range(waiting):
-        engine.add(f"prompt-{i}", 4000, 4 * steps)
     return engine
 
 

@@ -1,9 +1,10 @@
 """`make bench-fidelity`: the same workload, rate and policy on two real instances and in the simulator with their own latencies.
 
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. A first run teaches the instances
-their profile. The simulator then gets the profile of the first one and the errors of its predictions, and the very same requests at
-the same times. It has no front-end and no client, which share the cores of the real one. The simulator is told the exact lengths of
-answers (`--expect exact`), while the front-end predicts them from the answers that it has seen.
+their profile. The simulator then gets the profile that the first one had learnt by its end, the errors of its predictions
+meanwhile, and the very same requests at the same times. It has no front-end and no client, which share the cores of the real one.
+The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
+seen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import csv
 import json
 import math
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -90,10 +92,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(load: Load, folder: Path) -> None:
     """Raises DynaServeError."""
-    profile, log, table = folder / "profile-0.json", folder / "steps-0.csv", []
+    profile, log, table = folder / "learnt.json", folder / "steps-0.csv", []
     fleet = _fleet(load, folder)
     with fleet:
         _replay(load, fleet.frontend_url, folder / "learning.json")
+        # One that only prefills later on would go on learning from that alone.
+        shutil.copyfile(folder / "profile-0.json", profile)
         for policy in POLICIES:
             slo = ("--fleet-tbt-slo-ms", f"{load.tbt_slo_ms:g}")
             fleet.place_by(("--policy", policy, "--latency-profile", str(profile.absolute()), *slo))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-LATE_SHARE = 0.008
-"""Of all tokens after the first, what may miss its deadline: one in a hundred is promised, and machines have bad days."""
-MOST_LATE_SHARE = 0.02
+LATE_SHARE = 0.004
+"""Of all tokens after the first, what may miss its deadline: one in a hundred is promised, also of a few hundred of them."""
+MOST_LATE_SHARE = 0.01
 """Of the steps that use up their time, what may be late however few they are: those who decode meanwhile get no other steps."""
-NORMAL_SIGMAS = 2.41
+NORMAL_SIGMAS = 2.65
 """What `LATE_SHARE` of normally distributed errors exceed."""
 _LEAST_SIGMAS, _MOST_SIGMAS = 1.0, 5.0
 _GAIN = 0.2

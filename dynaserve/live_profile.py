@@ -22,6 +22,8 @@ class LiveProfile:
 
     def __init__(self, table: ProfileTable | None = None) -> None:
         self.table = table
+        self.most_tokens: float = 0 if table is None else math.inf
+        """Of the steps that were measured; infinite where the table was given, and what it holds is not known."""
         self._samples: deque[StepSample] = deque(maxlen=MOST_SAMPLES)
         self._next_fit = LEAST_SAMPLES if table is None else None
         self._steps = 0
@@ -34,6 +36,7 @@ class LiveProfile:
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
             return
+        self.most_tokens = max(self.most_tokens, shape.prefill_tokens + shape.decodes)
         if self.table is not None:
             self.table.observe(shape, measured_ms)
         if self._next_fit is None:

@@ -329,5 +329,5 @@ class RequestPlacer:
 
 
 def step_share(sigma: float) -> float:
-    """Of a limit, what a predicted step may take so that 8 in a thousand are over it. sigma: of the predictor's log error."""
+    """Of a limit, what a predicted step may take so that 4 in a thousand are over it. sigma: of the predictor's log error."""
     return DeadlineMargin().share(sigma)

@@ -45,6 +45,8 @@ class RunningDecodes:
         )
 
 
+KNOWN_GROWTH = 2
+"""Times the largest step that was measured: what is far beyond it is guessed, from steps that may all have been small."""
 _AT_LIMIT = (BudgetReason.step_limit, BudgetReason.efficiency, BudgetReason.minimum_share)
 NO_DECODES = RunningDecodes(0, 0, math.inf)
 
@@ -64,8 +66,8 @@ class StepPlan:
 class StepPlanner:
     """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline.
 
-    unprofiled_prefill_tokens: beside decodes, while too few steps were measured to predict one. speculated_tokens: of each decode,
-    at most.
+    unprofiled_prefill_tokens: beside decodes, while too few steps, or none as large, were measured to predict one. speculated_tokens:
+    of each decode, at most.
     """
 
     profile: LiveProfile
@@ -93,9 +95,16 @@ class StepPlanner:
         limit_ms = math.inf
         if decodes.number:
             limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * self.margin.share(table.sigma)
-        limits = BatchLimits(step_ms=limit_ms, max_tokens=self.max_tokens, min_prefill_tokens=self.min_prefill_tokens)
+        limits = BatchLimits(step_ms=limit_ms, max_tokens=self._most_tokens(decodes), min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, decodes.shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
+
+    def _most_tokens(self, decodes: RunningDecodes) -> int:
+        """Beside decodes, no step that is far larger than all that were measured."""
+        if not decodes.number:
+            return self.max_tokens
+        unknown = decodes.number + decodes.draft_tokens + self.unprofiled_prefill_tokens
+        return int(min(self.max_tokens, max(KNOWN_GROWTH * self.profile.most_tokens, unknown)))
 
     @property
     def step_share(self) -> float | None:

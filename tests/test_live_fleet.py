@@ -340,6 +340,9 @@ def test_a_fleet_slower_than_its_table_does_not_gather_more_decodes_than_the_slo
         for _ in range(200):
             for name in ("i0", "i1"):
                 scheduler.observe_step(name, shape, factor * A100.step_ms(shape), 0.0)
+        for number in range(60):
+            scheduler.place(request(f"short-{number}", 3000, 1, forced_split=0), 69_000.0)
+            scheduler.finish(f"short-{number}", 69_000.0)
         prediction = placed(scheduler, request("r", 2000), 70_000.0).prediction
         assert prediction is not None
         return prediction.gathering

@@ -309,7 +309,7 @@ def test_decodes_are_kept_level_where_nothing_is_gathered() -> None:
     step_ms=st.floats(20.0, 200.0),
     kv_tokens=st.integers(1000, 500_000),
     current=st.integers(0, 12),
-    pressure=st.sampled_from([0.0, 0.5, 1.5]),
+    pressure=st.sampled_from([0.0, 0.04, 0.06, 0.5, 1.5]),
     outputs=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
     to_come=st.floats(10.0, 4000.0),
 )
@@ -330,8 +330,8 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     def beside(decodes: int) -> float:
         return prefill_rate(table, limits, decodes, context, prompt)
 
-    colocated = instances * beside(math.ceil(decodes / instances))
-    arriving = pressure * colocated
+    colocated, unit = instances * beside(math.ceil(decodes / instances)), instances * beside(0)
+    arriving = pressure * unit
     demand = FleetDemand(
         instances=instances,
         decodes=decodes,
@@ -370,8 +370,8 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     if decodes == 0:
         assert plan.prefill_rate == pytest.approx(colocated)  # no decodes cost nothing wherever they are
         return
-    unit = instances * beside(0)
-    rates = {k: rate(k) for k in range(1, instances)}
+    presses = arriving == 0 or pressure >= (0.05 if 0 < current < instances else 0.08)
+    rates = {k: rate(k) for k in range(1, instances)} if presses else {}
     if plan.gathering:
         assert plan.prefill_rate == pytest.approx(rates[plan.gathering])
         assert plan.prefill_rate > colocated + (0.005 if plan.gathering == current else 0.03) * unit - 1e-9
@@ -404,6 +404,13 @@ def test_more_decodes_than_an_instance_has_memory_for_are_gathered_until_they_ar
     assert [gathering(decodes, current, limits) for decodes in (8, 90, 108, 130)] == [1, 1, 1, 0]
 
 
+def test_decodes_are_gathered_where_prompts_press_and_for_a_while_longer() -> None:
+    limits = InstanceLimits(step_ms=50.0, kv_tokens=1_000_000)
+    free = 2 * prefill_rate(ProfileTable(A100), limits, 0, 0.0, 2000)
+    assert [gathering(60, 0, limits, share * free) for share in (0.01, 0.079, 0.081, 0.9)] == [0, 0, 1, 1]
+    assert [gathering(60, 1, limits, share * free) for share in (0.01, 0.049, 0.051, 0.9)] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_nothing_is_gathered_where_answers_are_what_a_fleet_lacks(current: int) -> None:
     limits = InstanceLimits(step_ms=100.0, kv_tokens=1_000_000, max_requests=128)
@@ -418,7 +425,7 @@ def test_gathering_instances_are_short_of_room_where_memory_does_not_hold_the_an
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=100.0, kv_tokens=60_000)
 
     def is_short(output_rate: float) -> bool:
-        rates = {"prefill_rate": 1.0, "output_rate": output_rate}
+        rates = {"prefill_rate": 10.0, "output_rate": output_rate}
         demand = FleetDemand(instances=2, decodes=30, mean_context_tokens=1000.0, prompt_tokens=2000, answer_context_tokens=1000.0, **rates)
         plan = plan_fleet(table, limits, demand, 1)
         assert plan.gathering == 1
@@ -444,7 +451,7 @@ def test_a_forced_plan_has_its_own_rate_and_room_whatever_it_gains() -> None:
         decodes=200,
         mean_context_tokens=1000.0,
         prompt_tokens=2000,
-        prefill_rate=1.0,
+        prefill_rate=10.0,
         output_rate=8.0,
         answer_context_tokens=1000.0,
     )

@@ -35,7 +35,7 @@ def running(number: int, due_s: float = SLO_S, context: int = 500) -> RunningDec
 
 def test_prefill_fills_what_the_deadline_leaves() -> None:
     plan = planner(ProfileTable(MACHINE)).plan(running(11, due_s=5.06), [PrefillWork(5000)], now_s=5.0)
-    assert plan.limit_ms == pytest.approx(60 * math.exp(-2.41 * 0.1))
+    assert plan.limit_ms == pytest.approx(60 * math.exp(-2.65 * 0.1))
     assert plan.predicted_ms is not None
     assert 0 < plan.predicted_ms <= plan.limit_ms
     assert plan.prefill_tokens > 0
@@ -52,6 +52,21 @@ def test_what_decodes_speculate_leaves_less_for_prefill_and_for_more_decodes() -
     most = max(number for number in range(1, 500) if alone.fits(number, 500 * number, 100.0))
     assert speculating.fits(1, 500, 100.0)
     assert not speculating.fits(most, 500 * most, 100.0)
+
+
+def test_a_step_beside_decodes_is_not_far_larger_than_all_that_were_measured() -> None:
+    learning = planner()
+    for context in range(LEAST_SAMPLES + WARM_UP_STEPS):
+        learning.profile.observe(BatchShape(prefill_tokens=2, decodes=1, decode_context_tokens=context), 20.0)
+    assert learning.profile.table is not None
+    large = BatchShape(prefill_tokens=2000, decodes=1, decode_context_tokens=9)
+    assert learning.profile.table.step_ms(large) < 100.0, "it has seen nothing else"
+    work = [PrefillWork(2000)]
+    assert learning.plan(running(1), work, now_s=0.0).prefill_tokens == 64
+    learning.profile.observe(BatchShape(prefill_tokens=64, decodes=1, decode_context_tokens=9), 20.0)
+    assert learning.plan(running(1), work, now_s=0.0).prefill_tokens == 2 * 65 - 1
+    assert learning.plan(NO_DECODES, work, now_s=0.0).prefill_tokens == 2000
+    assert planner(ProfileTable(learning.profile.table.roofline)).plan(running(1), work, now_s=0.0).prefill_tokens == 2000
 
 
 def test_without_decodes_a_step_is_as_large_as_pays_off() -> None:

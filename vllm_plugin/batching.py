@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, islice, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,14 @@ _MOST_WAITING = 64
 """Waiting requests that one step looks at."""
 _MOST_LOOKED_UP = 8
 """Of those, how many are looked up in the prefix cache: more of them hardly begin in one step beside decodes."""
+_STEPS_A_LOOK = 8
+"""For how many steps what was found there is taken for what is there."""
 _PATIENCE_S = 10.0
 """A prompt without a TTFT SLO begins as if its first token were due so long after the prompt alone could have it: those with an
 SLO overtake it for so long at most, and of those without one a short prompt overtakes a long one only as far as it is shorter."""
 _ONLY_GROUP = [0]
 _REQUEST_ID = attrgetter("request_id")
+_COMPUTED_TOKENS = attrgetter("num_computed_tokens")
 
 
 @dataclass(slots=True)
@@ -88,6 +91,8 @@ class SloScheduler(ResumingFirst):
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self._one_hash_a_block = len(managers) == 1 and type(managers[0]) is FullAttentionManager and not self._speculates
         self._ended: list[str] = []
+        self._found_cached: dict[str, tuple[int, int]] = {}
+        """Of waiting prompts: cached tokens, and for how many steps more that is believed."""
 
     def add_request(self, request: Request) -> None:
         self._forget_ended()
@@ -144,37 +149,31 @@ class SloScheduler(ResumingFirst):
         batch = self._running_batch(now_s)
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
-        waiting = list(islice(self.waiting, _MOST_WAITING))
+        work = self._work_of(batch.prefills)
+        waiting, their_work = self._look_at_waiting(self._most_scheduled_tokens - sum(each.tokens for each in work))
         admitted = self._admissible(batch, waiting)
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
-        plan = self.accounts.planner.plan(batch.running(), self._work_of([*batch.prefills, *waiting[:admitted]]), now_s)
+        plan = self.accounts.planner.plan(batch.running(), [*work, *filter(None, their_work[:admitted])], now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
         most = self._most_active_requests + self.parked_slots
-        self.max_num_active_reqs = min(most, room) if admitted < len(waiting) else most
+        self.max_num_active_reqs = min(most, room) if admitted < len(self.waiting) else most
         return plan
 
     def _running_batch(self, now_s: float) -> _Batch:
-        """Looks at every running request before every step: a decode costs it three look-ups and no call."""
-        parked, next_due_s = self.parked_requests(), self.deadlines.next_due_s
-        number = context_tokens = 0
-        due_s, unknown_s = math.inf, now_s + self._slo.tbt_s
-        prefills: list[Request] = []
-        for request in self.running:
-            request_id = request.request_id
-            if parked and request_id in parked:
-                continue
-            if request.is_prefill_chunk:
-                prefills.append(request)
-                continue
-            number += 1
-            context_tokens += request.num_computed_tokens
-            request_due_s = next_due_s.get(request_id, unknown_s)
-            if request_due_s < due_s:
-                due_s = request_due_s
-        batch = _Batch(number, context_tokens, due_s, prefills)
+        """Looks at every running request before every step: in loops of the interpreter's own, as there may be hundreds."""
+        parked = self.parked_requests()
+        ready = [request for request in self.running if request.request_id not in parked] if parked else self.running
+        prefills = [request for request in ready if request.is_prefill_chunk]
+        decodes, computed = ready, -sum(map(_COMPUTED_TOKENS, prefills))
+        if any(request.num_output_tokens for request in prefills):  # computed again: its next token is not of this step
+            decodes, computed = [request for request in ready if not request.is_prefill_chunk], 0
+        # A prompt's first token is not due by this, and one that is not known yet has just come from elsewhere.
+        dues_s = map(self.deadlines.next_due_s.get, map(_REQUEST_ID, decodes), repeat(now_s + self._slo.tbt_s))
+        number = len(ready) - len(prefills)
+        batch = _Batch(number, computed + sum(map(_COMPUTED_TOKENS, decodes)), min(dues_s) if number else math.inf, prefills)
         if self._speculates:
             self._count_drafts(batch, parked)
         return batch
@@ -199,21 +198,37 @@ class SloScheduler(ResumingFirst):
         batch.context_tokens += request.num_computed_tokens
         batch.due_s = min(batch.due_s, self.deadlines.next_due_s.get(request.request_id, math.inf))
 
-    def _work_of(self, requests: Sequence[Request]) -> list[PrefillWork]:
-        """No more than fits into any step."""
+    def _work_of(self, prefills: Sequence[Request]) -> list[PrefillWork]:
+        """Of running ones, no more than fits into any step."""
         works: list[PrefillWork] = []
-        tokens = looked_up = 0
-        for request in requests:
+        tokens = 0
+        for request in prefills:
             if tokens >= self._most_scheduled_tokens:
                 break
-            cached = 0
-            if not request.num_computed_tokens and looked_up < _MOST_LOOKED_UP:
-                cached = self._cached_tokens(request)
-                looked_up += 1
-            if (own := self.tokens_to_compute(request) - cached) > 0:
-                works.append(PrefillWork(own, request.num_computed_tokens + cached))
+            if (own := self.tokens_to_compute(request)) > 0:
+                works.append(PrefillWork(own, request.num_computed_tokens))
                 tokens += own
         return works
+
+    def _look_at_waiting(self, room_tokens: int) -> tuple[list[Request], list[PrefillWork | None]]:
+        """Those that a step with so much room for prefill could hold, the first one in any case; and their work, None: nothing."""
+        known, self._found_cached = self._found_cached, {}
+        waiting: list[Request] = []
+        works: list[PrefillWork | None] = []
+        for request in islice(self.waiting, _MOST_WAITING):
+            cached = 0
+            if not request.num_computed_tokens and len(self._found_cached) < _MOST_LOOKED_UP:
+                cached, steps = known.get(request.request_id, (0, 0))
+                if not steps:
+                    cached, steps = self._cached_tokens(request), _STEPS_A_LOOK
+                self._found_cached[request.request_id] = cached, steps - 1
+            own = self.tokens_to_compute(request) - cached
+            waiting.append(request)
+            works.append(PrefillWork(own, request.num_computed_tokens + cached) if own > 0 else None)
+            room_tokens -= own
+            if room_tokens <= 0:
+                break
+        return waiting, works
 
     def _cached_tokens(self, request: Request) -> int:
         """Of its prompt, what the prefix cache holds, as `KVCacheManager.get_computed_blocks` will find it. Its chunks attend to them.

@@ -114,7 +114,11 @@ bool GathersSome(std::int64_t gathering, const FleetDemand& demand) {
 // What gains enough over colocation, which the plan is so far.
 void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& demand,
                    std::int64_t current, const PlannerOptions& options) {
+  const double least_pressure =
+      GathersSome(current, demand) ? options.least_kept_pressure : options.least_pressure;
+  const bool is_known = demand.prefill_rate > 0.0;
   const double unit = static_cast<double>(demand.instances) * rates.Free();
+  if (is_known && demand.prefill_rate < least_pressure * unit) return;
   // What there is, while it is worth it; else colocation.
   if (GathersSome(current, demand)) {
     const double rate = rates.Sustained(current);

@@ -19,7 +19,7 @@ struct FleetDemand {
   std::int64_t decodes = 0;
   double mean_context_tokens = 0.0;    // of a decode
   std::int64_t prompt_tokens = 1024;   // of a typical request
-  double prefill_rate = 0.0;           // prompt tokens per millisecond that arrive,
+  double prefill_rate = 0.0;           // prompt tokens per millisecond that arrive, 0: not known,
   double output_rate = 0.0;            // output tokens per millisecond that they will have,
   double answer_context_tokens = 0.0;  // and the mean context of a decode of these
 };
@@ -39,6 +39,10 @@ struct FleetPlan {
 struct PlannerOptions {
   double least_gain = 0.03;   // over the plan there is, to change it
   double least_kept = 0.005;  // over colocation, to go on gathering
+  // Of the same, what has to arrive, to begin gathering and to go on: where prompts are few beside
+  // their answers, there is nothing to gain by full steps of decodes.
+  double least_pressure = 0.08;
+  double least_kept_pressure = 0.05;
   // Of an instance's KV memory, for the decodes it gathers.  More than there is: the decodes
   // counted run in steps that prefill makes long; those that are gathered run in shorter ones, and
   // so are fewer at a time.
