@@ -218,7 +218,7 @@ Placement LiveFleet::Choose(const RequestSpec& request, std::span<const Instance
 
 SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) const {
   return {instance.predictor.get(), plan_.gathering > 0 && !instance.gathers, 0,
-          instance.promised_tokens - own_promise, std::nullopt};
+          instance.promised_tokens - own_promise};
 }
 
 // Where the gathering instances are short of room and none has any for this prompt, it costs

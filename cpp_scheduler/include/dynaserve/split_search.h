@@ -23,10 +23,11 @@ inline constexpr int kWholeProbes = 3;
 // One instance that accepts new work.
 struct SearchInstance {
   ExecutionPredictor* predictor = nullptr;
-  bool keeps_free = false;               // of decodes, by the fleet plan
-  std::int64_t cached_tokens = 0;        // of this prompt, in its prefix cache
-  std::int64_t promised_tokens = 0;      // KV of its requests at their likely ends
-  std::optional<std::uint64_t> own_key;  // of this request, where it is on the timeline already
+  bool keeps_free = false;           // of decodes, by the fleet plan
+  std::int64_t cached_tokens = 0;    // of this prompt, in its prefix cache
+  std::int64_t promised_tokens = 0;  // KV of its requests at their likely ends
+  std::optional<std::uint64_t> own_key =
+      std::nullopt;  // of this request, where it is on the timeline already
 };
 
 struct SearchRequest {
