@@ -18,7 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from benchmarks.load_search import best_rate, next_rate
 from benchmarks.parsers import parser_of
 from benchmarks.runs import Run, Trace, read, replay
 from benchmarks.servers import Servers, System, running
-from dynaserve.bench.options import positive
+from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.local.model import smollm2
@@ -210,8 +210,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> Bench:
+    form = QUICK if args.quick else FULL
     return Bench(
-        form=QUICK if args.quick else FULL,
+        form=replace(form, repetitions=args.repetitions or form.repetitions),
         point_rate=args.point_rate,
         point=_with(args.traces, args.point),
         curve=_with(args.traces, args.curve),
@@ -231,6 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files that --point and --curve name")
     parser.add_argument("--point", default=POINT, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
     parser.add_argument("--point-rate", type=positive, metavar="R", help="of --point, in requests per second (default: searched)")
+    parser.add_argument("--repetitions", type=whole(1), metavar="N", help="of the load point (default: 3; --quick: 1)")
     parser.add_argument("--curve", default=CURVE, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
     parser.add_argument("--vllm-args", default="--max-num-seqs 64", metavar="ARGS", help="of all servers (default: %(default)s)")
