@@ -69,7 +69,7 @@ void SplitSearch::DraftInAnswer(Sketch& alpha, Sketch& beta, const SearchRequest
                                 const SearchOptions& options) {
   const std::int64_t prompt = request.prompt_tokens;
   const auto draft = [&](std::int64_t split) {
-    if (split > prompt + std::max<std::int64_t>(0, request.expected_output_tokens - 2)) return;
+    if (split > prompt + request.expected_output_tokens - 2) return;  // nothing is left for beta
     const double guess_ms = GuessInAnswer(alpha, beta, split, request, options);
     drafts_.push_back({guess_ms, &alpha, &beta, split, false});
   };
