@@ -183,11 +183,12 @@ def test_the_first_token_does_not_wait_for_room_where_decodes_are_gathered(promp
     assert behind.outcome.ttft_ms > choice.outcome.ttft_ms + 1000.0
 
 
-def test_an_answer_of_one_token_is_not_handed_over() -> None:
-    instances = [SearchInstance(decoding(60, prompt=20_000)), SearchInstance(decoding(0), keeps_free=True)]
-    for output, handed_over in ((1, False), (2, True)):
-        choice = SplitSearch().find(instances, request_of(20, output=output), SearchOptions(lost_share=9.0, prefill_pressure=1.0), NOW_MS)
-        assert (choice.beta is not None and choice.split_token >= 20) == handed_over
+@pytest.mark.parametrize(("output", "handed_over"), [(1, False), (2, True)])
+def test_an_answer_of_one_token_is_not_handed_over(output: int, handed_over: bool) -> None:
+    instances = [SearchInstance(decoding(60, prompt=3000)), SearchInstance(decoding(0), keeps_free=True)]
+    request = request_of(20, output=output, slo=Slo(ttft_ms=50.0))
+    choice = SplitSearch().find(instances, request, SearchOptions(lost_share=9.0, prefill_pressure=1.0), NOW_MS)
+    assert (choice.beta is not None and choice.split_token >= 20) == handed_over
 
 
 def test_alpha_goes_on_until_beta_gets_a_seat() -> None:
