@@ -5,7 +5,8 @@ instances' latency profile, which the front-end starts with, and show what the m
 are then compared with what was expected of each when it was placed. Answers have the lengths that their callers name: what is
 measured is the time, not the length.
 
-How long a request takes where a queue grows is for those to decide who come after it: the report says whether the load was steady.
+How long a request takes is also for those to decide who come after it. So they come at even intervals (`--arrivals poisson`: at random,
+which adds what nobody can predict), and the report says whether the load was steady or a queue grew.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ PROMPTS = (64, 1024)
 OUTPUTS = (16, 192)
 """Tokens, drawn evenly between."""
 CALLERS = 8
+ARRIVALS = EVEN, POISSON = "even", "poisson"
 STEADY_SHARE = 0.7
 """Of the rate that the callers were served at: a load at which no queue grows, whatever the machine."""
 
@@ -82,13 +84,13 @@ def saturate(fleet: LocalFleet, requests: int, seed: int) -> float:
         return requests / (time.monotonic() - started_s)
 
 
-def replay(fleet: LocalFleet, rate_per_s: float, requests: int, seed: int) -> list[str]:
-    """Sends at times fixed beforehand, whatever comes back; returns the ids of the answers."""
+def replay(fleet: LocalFleet, rate_per_s: float, requests: int, arrivals: str, seed: int) -> list[str]:
+    """Sends at times fixed beforehand, whatever comes back; returns the ids of the answers. arrivals: one of ARRIVALS."""
     rng = random.Random(seed)
     with ThreadPoolExecutor(256) as pool:
         due_s, tasks = time.monotonic(), []
         for prompt, outputs in drawn(requests, seed):
-            due_s += rng.expovariate(rate_per_s)
+            due_s += 1.0 / rate_per_s if arrivals == EVEN else rng.expovariate(rate_per_s)
             time.sleep(max(0.0, due_s - time.monotonic()))
             tasks.append(pool.submit(ask, fleet, prompt, outputs))
         return [task.result() for task in tasks]
@@ -138,9 +140,9 @@ def main(arguments: Sequence[str]) -> None:
             served_per_s = saturate(fleet, args.requests // 2, args.seed)
             _wait_for(profile)
         rate_per_s = STEADY_SHARE * served_per_s if args.rate is None else args.rate
-        print(f"{CALLERS} callers were served at {served_per_s:.2f} requests/s; compared at {rate_per_s:.2f}", flush=True)
+        print(f"{CALLERS} callers were served at {served_per_s:.2f} requests/s; compared at {rate_per_s:.2f}, {args.arrivals}", flush=True)
         with fleet_of(profile, Path(folder) / "compare", "--policy", "dynamic", "--latency-profile", str(profile)) as fleet:
-            ids = replay(fleet, rate_per_s, args.requests, args.seed + 1)
+            ids = replay(fleet, rate_per_s, args.requests, args.arrivals, args.seed + 1)
             records = [_record(fleet, request_id) for request_id in ids]
             if args.output is not None:
                 args.output.write_text(json.dumps(records, indent=1), encoding="utf-8")
@@ -151,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("predictor", __doc__.partition("\n")[0], "--rate 0.8 --requests 120")
     followed = f"requests a second (default: {STEADY_SHARE} of what {CALLERS} callers were served at)"
     parser.add_argument("--rate", type=positive, metavar="R", help=followed)
+    parser.add_argument("--arrivals", choices=ARRIVALS, default=EVEN, help="(default: %(default)s)")
     parser.add_argument("--requests", type=whole(2), default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="gets the front-end's records of the requests, as JSON")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
