@@ -83,10 +83,10 @@ def report(steps: Sequence[StepReport], measured_s: float, disturbed: Disturbanc
     lines = [
         f"prediction: mean absolute error {found.live:.1%} over {found.steps} steps, each predicted before it ran;",
         f"  {found.frozen:.1%} on the second half of them by a profile that learnt from the first half only",
-        f"  a busy process on the core got {disturbed.core_share:.0%} of it and made steps {slowdown(quiet, during):.2f}x as long",
+        f"  busy processes on the core got {disturbed.core_share:.0%} of it and made steps {slowdown(quiet, during):.2f}x as long",
     ]
     for what, changed_s in (("began", disturbed.began_s), ("ended", disturbed.ended_s)):
         recovered = steps_to_recover(steps, changed_s)
         until = "never" if recovered is None else f"{recovered} steps until {WINDOW_STEPS} in a row were within 15 % on average"
-        lines.append(f"  after it {what}: {until}")
+        lines.append(f"  after they {what}: {until}")
     return "\n".join(lines)
