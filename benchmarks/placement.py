@@ -2,8 +2,8 @@
 
 Decisions are timed from Python, in CPU time of the thread (a machine that pauses processes says nothing by the wall clock), on fleets
 that are full of live requests. The gap is that of the objective to the lowest one that an exhaustive search finds: over all whole
-runs and every cut at each token, inside the prompt, at its end and inside the answer, on all ordered pairs of instances; the policy
-itself looks at cuts inside the prompt only. The fleets are random, with running decodes and waiting prompts.
+runs and every cut at each token, inside the prompt, at its end and inside the answer, on all ordered pairs of instances. The
+fleets are random, with running decodes and waiting prompts.
 The predictor's error is that to walking every step by the same table and batch rule; against real instances, `make bench-predictor`.
 """
 

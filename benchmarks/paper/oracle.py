@@ -9,8 +9,9 @@ from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, WORKLOAD
 from dynaserve.bench.simulate import SimulatedRun
 
 ORACLES = ("exhaustive", "exhaustive:gather=0", "exhaustive:gather=1")
+"""With its own fleet plan, and with each fixed one of two instances."""
 OVERLOAD = 1.1
-"""Times the capacity of `dynamic`: what both are offered."""
+"""Times the capacity of `dynamic`: what all are offered."""
 WITHIN = 0.01
 SLOS_MS = ("100", "50")
 PLANNED = {**WORKLOADS, "azure-conv": 6.0, "hybrid": 4.0, "table1-prefill": 1.0}

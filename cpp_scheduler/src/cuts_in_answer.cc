@@ -11,8 +11,7 @@
 namespace dynaserve {
 namespace {
 
-constexpr int kMostInAnswerProbes = 4;   // of kMostProbes
-constexpr double kWorthProbing = 0.998;  // of the best so far
+constexpr int kMostInAnswerProbes = 4;  // of kMostProbes
 
 }  // namespace
 

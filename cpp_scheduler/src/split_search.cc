@@ -21,10 +21,9 @@ constexpr int kMostCharts = 4;           // and where none of them is of use
 constexpr double kWorthCharting = 1.25;  // of the best so far
 constexpr double kBeatTolerance = 1e-6;  // of a step
 constexpr double kLeastBeat =
-    1.0 / 16.0;                          // of alpha's step: shorter ones of beta make no difference
-constexpr double kWaitsForASeat = 1.2;   // steps: for less, it waits for the one that runs
-constexpr double kWorthProbing = 0.998;  // of the best so far
-constexpr double kMostPressure = 0.8;    // beyond, a queue would take for ever to be empty again
+    1.0 / 16.0;                         // of alpha's step: shorter ones of beta make no difference
+constexpr double kWaitsForASeat = 1.2;  // steps: for less, it waits for the one that runs
+constexpr double kMostPressure = 0.8;   // beyond, a queue would take for ever to be empty again
 
 VirtualRequest AlphaOf(const SearchRequest& request, std::int64_t split_token,
                        std::int64_t cached_tokens, double now_ms) {

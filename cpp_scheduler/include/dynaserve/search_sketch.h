@@ -9,6 +9,8 @@
 
 namespace dynaserve {
 
+inline constexpr double kWorthProbing = 0.998;  // of the best so far
+
 struct SplitSearch::Sketch {
   std::size_t index = 0;
   bool keeps_free = false;
