@@ -151,11 +151,11 @@ def test_systems_that_python_starts_are_saturated_and_searched_in_turns(tmp_path
     assert results["seed"] == 1
     slow, fast = (results["systems"][name] for name in ("slow", "fast"))
     assert 0 < slow["saturation_per_s"] < fast["saturation_per_s"]
-    first = slow["trials"][0]
+    first = slow["turns"][0]["repetition"]["trials"][0]
     assert first["rate_per_s"] == pytest.approx(0.5 * slow["saturation_per_s"])
     assert first["front_cores"] is None
     assert fast["best"]["front_cores"] > 0
-    assert fast["best"] in fast["trials"]
+    assert fast["best"] in [trial for turn in fast["turns"] for trial in turn["repetition"]["trials"]]
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
 
@@ -186,7 +186,7 @@ def test_what_was_measured_before_an_error_stays(tmp_path: Path, capsys: pytest.
     assert not results["complete"]
     sound_rates, wrong_rates = (results["systems"][name]["rates_per_s"] for name in ("sound", "wrong"))
     assert len(sound_rates) == 1
-    assert sound_rates[0] in [trial["rate_per_s"] for trial in results["systems"]["sound"]["trials"]]
+    assert sound_rates[0] in [trial["rate_per_s"] for trial in results["systems"]["sound"]["turns"][0]["repetition"]["trials"]]
     assert wrong_rates == []
 
 

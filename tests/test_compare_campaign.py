@@ -89,12 +89,13 @@ class Toys:
     def __init__(self) -> None:
         self.started: list[tuple[str, str]] = []
         self.broken_below_ms = 0.0
+        self.broken = ""
 
     def system(self, name: str, tbt_slo_ms: float, logs: Path) -> System:
         @contextmanager
         def start() -> Iterator[Running]:
             self.started.append((name, logs.parent.name))
-            if tbt_slo_ms < self.broken_below_ms:
+            if tbt_slo_ms < self.broken_below_ms or name == self.broken:
                 raise ConfigError("it does not start")
             with running_server() as server:
                 server.act = Act(slots=1 if name == "stock" else 4, delay_s=0.005)
@@ -149,6 +150,38 @@ def test_a_campaign_goes_on_where_it_stopped_and_ends_in_a_table(campaign: Campa
     over = loose["workloads"]["fixed:20,5"]["over"]["stock's default chunk"]
     assert over["baseline"] == "stock"
     assert over["ratio"]["value"] > 0
+
+
+def test_a_comparison_that_was_stopped_goes_on_with_the_turns_that_it_lacks(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign = replace(campaign, tbt_slos_ms=(6000.0,))
+    toys = Toys()
+    toys.broken = "dynamic"
+    campaign.run(toys.system, PROVENANCE)
+    path = campaign.folder("fixed:20,5", 6000.0) / "results.json"
+    stopped = json.loads(path.read_text())
+    assert not stopped["complete"]
+
+    toys.started, toys.broken = [], ""
+    campaign.run(toys.system, {**PROVENANCE, "commit": "def5678"})
+    assert [name for name, _ in toys.started] == ["dynamic"]
+    results = json.loads(path.read_text())
+    assert results["complete"]
+    assert results["commit"] == "abc1234, def5678"
+    assert results["systems"]["stock"]["turns"] == stopped["systems"]["stock"]["turns"]
+    assert results["systems"]["stock"]["saturation_per_s"] == stopped["systems"]["stock"]["saturation_per_s"]
+    assert results["systems"]["dynamic"]["capacity_per_s"] > 0
+
+
+def test_turns_of_another_machine_are_measured_again(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign = replace(campaign, tbt_slos_ms=(6000.0,))
+    toys = Toys()
+    toys.broken = "dynamic"
+    campaign.run(toys.system, PROVENANCE)
+    toys.started, toys.broken = [], ""
+    campaign.run(toys.system, {**PROVENANCE, "machine": {"cores": 4}})
+    assert [name for name, _ in toys.started] == ["stock", "dynamic"]
 
 
 def test_figures_of_other_options_are_neither_used_nor_overwritten(campaign: Campaign) -> None:

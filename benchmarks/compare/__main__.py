@@ -2,8 +2,8 @@
 
 SmolLM2-135M on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO is one comparison
 as `dynaserve bench compare` makes it: every system is started for its turn, gets all requests at once (which warms it up, and the first
-time tells its saturation rate), and then its capacity is searched. Finished comparisons stay in the output folder: a run that was
-stopped goes on where it was. At the end there is one table over all workloads for each SLO.
+time tells its saturation rate), and then its capacity is searched. Finished turns stay in the output folder: a run that was
+stopped goes on where it was, on the same machine. At the end there is one table over all workloads for each SLO.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS
-from benchmarks.compare.outcome import LEAST_SHARE, Compared, is_measured, read
+from benchmarks.compare.outcome import LEAST_SHARE, Compared, is_measured, read, unfinished
 from dynaserve.bench import compare, compare_plots, options, replay
 from dynaserve.bench.capacity import SearchOptions
 from dynaserve.bench.compare import CompareOptions
@@ -61,11 +61,13 @@ class Campaign:
                 print(f"\n{told}: measured before, in {self.folder(workload, tbt_slo_ms)}", flush=True)
                 continue
             print(f"\n{told}", flush=True)
+            compared, commits = self._compare_options(workload, tbt_slo_ms, system_of), provenance["commit"]
+            if there := unfinished(compared.output, self._options(workload, tbt_slo_ms), provenance["machine"]):
+                print(f"turns measured before: {sum(map(len, there.kept.turns.values()))}, at {there.commits}", flush=True)
+                compared = replace(compared, kept=there.kept)
+                commits = ", ".join(sorted({*there.commits.split(", "), commits}))
             try:
-                compare.run(
-                    self._compare_options(workload, tbt_slo_ms, system_of),
-                    {**provenance, "options": self._options(workload, tbt_slo_ms)},
-                )
+                compare.run(compared, {**provenance, "commit": commits, "options": self._options(workload, tbt_slo_ms)})
             except DynaServeError as error:
                 print(f"bench-compare: {told}: not measured: {error}", file=sys.stderr, flush=True)
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.compare.candidates import OURS
 from dynaserve.bench import compare_report
+from dynaserve.bench.comparison import Kept, Turn
 from dynaserve.bench.ratios import Ratio, paired_ratio
 
 LEAST_SHARE = 0.1
@@ -90,6 +92,25 @@ def is_measured(folder: Path) -> bool:
     return bool(_results(folder))
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """commits: what was measured, in words."""
+
+    kept: Kept
+    commits: str
+
+
+def unfinished(folder: Path, options: Mapping[str, Any], machine: Mapping[str, Any]) -> Unfinished | None:
+    """What a comparison with these options, on this machine, had measured when it ended; None: there is none, or it is finished."""
+    results = _read(folder)
+    if results.get("complete", True) or results.get("options") != options or results.get("machine") != machine:
+        return None
+    systems = results["systems"]
+    turns = {name: msgspec.convert(system["turns"], list[Turn]) for name, system in systems.items()}
+    saturation = {name: system["saturation_per_s"] for name, system in systems.items() if system["saturation_per_s"] is not None}
+    return Unfinished(Kept(turns, saturation), results["commit"])
+
+
 def read(folder: Path, options: Mapping[str, Any]) -> Compared | None:
     """None: the folder holds no finished comparison with these options."""
     results = _results(folder)
@@ -101,11 +122,17 @@ def read(folder: Path, options: Mapping[str, Any]) -> Compared | None:
 
 def _results(folder: Path) -> dict[str, Any]:
     """Of a finished comparison; empty: there is none."""
+    results = _read(folder)
+    return results if results.get("complete") else {}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Of any; empty: there is none."""
     try:
         results: dict[str, Any] = json.loads(compare_report.results_path(folder).read_bytes())
     except (OSError, ValueError):
         return {}
-    return results if results["complete"] else {}
+    return results
 
 
 def geometric_mean(ratios: Collection[float]) -> float:

@@ -169,8 +169,13 @@ def bracket(repetition: Repetition) -> str:
 
 def trial_data(run: Trial) -> dict[str, Any]:
     """For the raw data, without the single requests."""
-    fields = {name: getattr(run, name) for name in ("rate_per_s", "seed", "not_sustained", "front_cores")}
+    fields = {name: getattr(run, name) for name in ("rate_per_s", "seed", "model", "not_sustained", "front_cores")}
     return fields | {"summary": asdict(run.summary)}
+
+
+def repetition_data(one: Repetition) -> dict[str, Any]:
+    """The same of a search."""
+    return asdict(replace(one, trials=())) | {"trials": [trial_data(run) for run in one.trials]}
 
 
 def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Sequence[Repetition]) -> None:
@@ -179,7 +184,7 @@ def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Seq
         "machine": report.machine(),
         "workload": opts.workload,
         "capacity_per_s": median_rate(found),
-        "repetitions": [asdict(replace(one, trials=())) | {"trials": [trial_data(run) for run in one.trials]} for one in found],
+        "repetitions": [repetition_data(one) for one in found],
     }
     path.write_text(json.dumps(content, indent=1))
 

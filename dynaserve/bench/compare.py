@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dynaserve.bench import capacity, client, compare_report, options, report, systems, trial
 from dynaserve.bench.capacity import Repetition, SearchOptions
-from dynaserve.bench.comparison import Comparison, Turn
+from dynaserve.bench.comparison import Comparison, Kept, Turn
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.systems import Running, System
 from dynaserve.bench.trial import Trial
@@ -48,7 +48,8 @@ class CompareOptions:
     """replay: of every run; its urls are replaced by those of each system. side_by_side: a last run of each system at one rate.
 
     saturates: each start is followed by a run with all requests at once, and the rates of the search are shares of what the system
-    does in its first one. gives_up: as of `trial.run`.
+    does in its first one. gives_up: as of `trial.run`. kept: turns and saturation rates of a comparison with the same options that ended
+    early.
     """
 
     systems: Sequence[System]
@@ -58,6 +59,7 @@ class CompareOptions:
     side_by_side: bool = True
     saturates: bool = False
     gives_up: bool = False
+    kept: Kept = field(default_factory=Kept)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -122,15 +124,17 @@ class _Measurement:
     keep: Callable[[Comparison], None]
 
     def __post_init__(self) -> None:
-        self.turns: dict[str, list[Turn]] = {system.name: [] for system in self.opts.systems}
+        self.turns = {system.name: list(self.opts.kept.turns.get(system.name, ())) for system in self.opts.systems}
         self.runs: dict[str, Trial] = {}
-        self.saturation_per_s: dict[str, float] = {}
+        self.saturation_per_s = dict(self.opts.kept.saturation_per_s)
         self.comparison = Comparison(self.opts.replay.workload, self.opts.replay.slo, self.turns, self.runs, self.saturation_per_s)
 
     def take(self) -> None:
         """All turns, and a last run of each system if it is asked for. Raises ConfigError."""
         for number in range(self.opts.search.repetitions):
             for system in _in_order(self.opts.systems, number):
+                if number < len(self.turns[system.name]):
+                    continue
                 self.turns[system.name].append(self._turn(system, number))
                 self.keep(self.comparison)
         if self.opts.side_by_side:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynaserve.bench import compare_plots
-from dynaserve.bench.capacity import trial_data
+from dynaserve.bench.capacity import repetition_data, trial_data
 from dynaserve.bench.comparison import Comparison
 from dynaserve.errors import ConfigError
 from dynaserve.files import write_in_one_move
@@ -102,7 +102,7 @@ def _results(comparison: Comparison, provenance: Mapping[str, Any], *, complete:
                 "ratio": asdict(ratio) if complete and (ratio := comparison.ratio(system)) is not None else None,
                 "cut_share": comparison.cut_share(system),
                 "best": trial_data(best) if (best := comparison.best(system)) is not None else None,
-                "trials": [trial_data(run) for turn in turns for run in turn.repetition.trials],
+                "turns": [{"repetition": repetition_data(turn.repetition), "cut_share": turn.cut_share} for turn in turns],
                 "side_by_side": trial_data(comparison.side_by_side[system]) if system in comparison.side_by_side else None,
             }
             for system, turns in comparison.turns.items()

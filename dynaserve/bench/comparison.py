@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dynaserve.bench.capacity import Repetition, median_rate
 from dynaserve.bench.measures import Slo
@@ -17,6 +17,14 @@ class Turn:
 
     repetition: Repetition
     cut_share: float | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a comparison that ended early has left, by system; runs without their requests."""
+
+    turns: Mapping[str, Sequence[Turn]] = field(default_factory=dict)
+    saturation_per_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Trial:
     model: str
     summary: Summary
     not_sustained: str | None
-    records: Sequence[RequestRecord]
+    records: Sequence[RequestRecord] = ()
     front_cores: float | None = None
 
 
