@@ -105,7 +105,7 @@ def run(load: Load, folder: Path) -> None:
             real = _replay(load, fleet.frontend_url, folder / f"{policy}.json")
             if load.searches:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
-            sigma = _sigma(log, began_s)
+            sigma = sigma_of(log, began_s)
             simulated = _simulate(load, policy, profile, sigma)
             table.append((policy, real, simulated))
             _print(policy, real, simulated, sigma)
@@ -147,7 +147,7 @@ def _bench(arguments: Sequence[str], output: Path) -> dict[str, Any]:
     return raw
 
 
-def _sigma(log: Path, began_s: float) -> float:
+def sigma_of(log: Path, began_s: float) -> float:
     """Of the logarithm of measured over predicted, since then. Raises DynaServeError if nothing was predicted."""
     steps = [step for step in read_log(log) if step.at_s >= began_s]
     errors = [math.log(step.measured.measured_ms / step.predicted_ms) for step in steps if step.predicted_ms]

@@ -5,8 +5,8 @@ instances' latency profile, which the front-end starts with, and show what the m
 are then compared with what was expected of each when it was placed. Answers have the lengths that their callers name: what is
 measured is the time, not the length.
 
-How long a request takes is also for those to decide who come after it. So they come at even intervals (`--arrivals poisson`: at random,
-which adds what nobody can predict), and the report says whether the load was steady or a queue grew.
+How long a request takes is also for those to decide who come after it. So they come at even intervals in one run and at random in
+another, and the report says whether the load was steady or a queue grew, and what of the errors is chance (`hindsight.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -26,19 +27,29 @@ from typing import Any
 
 import httpx
 
+from benchmarks.fidelity import INDEX, KV_TOKEN_BYTES, MOST_RUNNING, MOST_STEP_TOKENS, NumberedFleet, sigma_of
+from benchmarks.hindsight import Shape, Times, by_chance, with_all_known
 from benchmarks.parsers import parser_of
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.bench.verdict import growth
+from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.global_scheduler import Options, Policy
+from dynaserve.latency_profile import load
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
+from dynaserve.simulation import Batching, EngineOptions, SimulationOptions
+from dynaserve.step_latency import ProfileTable
+from dynaserve.step_report import read_log
 
 PROMPTS = (64, 1024)
 OUTPUTS = (16, 192)
 """Tokens, drawn evenly between."""
 CALLERS = 8
 ARRIVALS = EVEN, POISSON = "even", "poisson"
+INSTANCES = 2
+TBT_SLO_MS = 100.0
 STEADY_SHARE = 0.7
 """Of the rate that the callers were served at: a load at which no queue grows, whatever the machine."""
 
@@ -59,7 +70,16 @@ class Ended:
 def drawn(requests: int, seed: int) -> list[tuple[list[int], int]]:
     """Prompts of random tokens, each with the length of its answer."""
     rng = random.Random(seed)
-    return [([rng.randrange(1000, 40000) for _ in range(rng.randint(*PROMPTS))], rng.randint(*OUTPUTS)) for _ in range(requests)]
+    return [([rng.randrange(1000, 40000) for _ in range(prompt)], outputs) for prompt, outputs in (shape(rng) for _ in range(requests))]
+
+
+def shape(rng: random.Random) -> Shape:
+    return rng.randint(*PROMPTS), rng.randint(*OUTPUTS)
+
+
+def gap_s(rng: random.Random, rate_per_s: float, arrivals: str) -> float:
+    """arrivals: one of ARRIVALS."""
+    return 1.0 / rate_per_s if arrivals == EVEN else rng.expovariate(rate_per_s)
 
 
 def ask(fleet: LocalFleet, prompt: list[int], outputs: int) -> str:
@@ -85,12 +105,12 @@ def saturate(fleet: LocalFleet, requests: int, seed: int) -> float:
 
 
 def replay(fleet: LocalFleet, rate_per_s: float, requests: int, arrivals: str, seed: int) -> list[str]:
-    """Sends at times fixed beforehand, whatever comes back; returns the ids of the answers. arrivals: one of ARRIVALS."""
+    """Sends at times fixed beforehand, whatever comes back; returns the ids of the answers."""
     rng = random.Random(seed)
     with ThreadPoolExecutor(256) as pool:
         due_s, tasks = time.monotonic(), []
         for prompt, outputs in drawn(requests, seed):
-            due_s += 1.0 / rate_per_s if arrivals == EVEN else rng.expovariate(rate_per_s)
+            due_s += gap_s(rng, rate_per_s, arrivals)
             time.sleep(max(0.0, due_s - time.monotonic()))
             tasks.append(pool.submit(ask, fleet, prompt, outputs))
         return [task.result() for task in tasks]
@@ -112,14 +132,24 @@ def read(record: dict[str, Any]) -> Ended:
 def report(ended: Sequence[Ended]) -> None:
     print(f"{len(ended)} requests, {sum(one.cut for one in ended)} cut, {sum(one.revisions for one in ended)} revisions")
     print(f"  {steadiness(ended)}")
-    for name, pairs in {
-        "first token": [(one.ttft_ms, one.expected_ttft_ms) for one in ended],
-        "end": [(one.end_ms, one.expected_end_ms) for one in ended],
-    }.items():
-        errors = [abs(actual - expected) / actual for actual, expected in pairs]
-        bias = median(actual / expected for actual, expected in pairs)
-        tail = quantiles(errors, n=20, method="inclusive")[18]
-        print(f"  {name}: absolute error median {median(errors):.1%}, p95 {tail:.1%}; actual over expected, median {bias:.2f}")
+    print(f"  first token: {_errors([(one.ttft_ms, one.expected_ttft_ms) for one in ended])}")
+    print(f"  end: {_errors([(one.end_ms, one.expected_end_ms) for one in ended])}", flush=True)
+
+
+def report_hindsight(ended: Sequence[Ended], known: Sequence[Times]) -> None:
+    print(f"  first token, all arrivals known: {_errors([(one.ttft_ms, now.ttft_ms) for one, now in zip(ended, known, strict=True)])}")
+    print(f"  end, all arrivals known: {_errors([(one.end_ms, now.end_ms) for one, now in zip(ended, known, strict=True)])}", flush=True)
+
+
+def _errors(pairs: Sequence[tuple[float, float]]) -> str:
+    """pairs: actual and expected."""
+    errors = [abs(actual - expected) / actual for actual, expected in pairs]
+    bias = median(actual / expected for actual, expected in pairs)
+    return f"absolute error median {median(errors):.1%}, p95 {_p95(errors):.1%}; actual over expected, median {bias:.2f}"
+
+
+def _p95(errors: Sequence[float]) -> float:
+    return quantiles(errors, n=20, method="inclusive")[18]
 
 
 def steadiness(ended: Sequence[Ended]) -> str:
@@ -140,30 +170,105 @@ def main(arguments: Sequence[str]) -> None:
             served_per_s = saturate(fleet, args.requests // 2, args.seed)
             _wait_for(profile)
         rate_per_s = STEADY_SHARE * served_per_s if args.rate is None else args.rate
-        print(f"{CALLERS} callers were served at {served_per_s:.2f} requests/s; compared at {rate_per_s:.2f}, {args.arrivals}", flush=True)
-        with fleet_of(profile, Path(folder) / "compare", "--policy", "dynamic", "--latency-profile", str(profile)) as fleet:
-            ids = replay(fleet, rate_per_s, args.requests, args.arrivals, args.seed + 1)
-            records = [_record(fleet, request_id) for request_id in ids]
-            if args.output is not None:
-                args.output.write_text(json.dumps(records, indent=1), encoding="utf-8")
-            report([read(record) for record in records])
+        print(f"{CALLERS} callers were served at {served_per_s:.2f} requests/s; compared at {rate_per_s:.2f}", flush=True)
+        for arrivals in ARRIVALS:
+            print(f"arrivals: {arrivals}", flush=True)
+            compare(profile, Path(folder) / arrivals, rate_per_s, arrivals, args)
+
+
+def compare(learnt: Path, folder: Path, rate_per_s: float, arrivals: str, args: argparse.Namespace) -> None:
+    """learnt: the profile, which the front-end starts with; the instances go on learning with a copy."""
+    folder.mkdir()
+    table = load(learnt)
+    profile = folder / "profile.json"
+    shutil.copyfile(learnt, profile)
+    began_s = time.monotonic()
+    with fleet_of(profile, folder, "--policy", "dynamic", "--latency-profile", str(learnt)) as fleet:
+        ids = replay(fleet, rate_per_s, args.requests, arrivals, args.seed + 1)
+        records = [_record(fleet, request_id) for request_id in ids]
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / f"{arrivals}.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
+    ended = [read(record) for record in records]
+    report(ended)
+    logs = [folder / f"steps-{index}.csv" for index in range(INSTANCES)]
+    sigma = max(sigma_of(log, began_s) for log in logs)
+    limits = InstanceLimits(
+        max_requests=MOST_RUNNING, max_step_tokens=MOST_STEP_TOKENS, kv_tokens=(1 << 30) // KV_TOKEN_BYTES, step_ms=step_limit_ms(logs)
+    )
+    report_hindsight(ended, with_all_known(records, table, limits))
+    report_chance(records, table, limits, sigma, rate_per_s, arrivals, args.seed)
+
+
+def step_limit_ms(logs: Sequence[Path]) -> float:
+    """That steps of prefill and decodes aimed at, in the median."""
+    steps = [step for log in logs for step in read_log(log)]
+    return median(step.limit_ms for step in steps if step.limit_ms is not None and step.measured.prefill_tokens)
+
+
+def report_chance(
+    records: Sequence[dict[str, Any]],
+    table: ProfileTable,
+    limits: InstanceLimits,
+    sigma: float,
+    rate_per_s: float,
+    arrivals: str,
+    seed: int,
+) -> None:
+    engine = EngineOptions(
+        batching=Batching.slo,
+        max_step_tokens=limits.max_step_tokens,
+        max_running=limits.max_requests,
+        kv_tokens=limits.kv_tokens,
+        min_prefill_tokens=limits.min_prefill_tokens,
+        slo_ms=TBT_SLO_MS,
+        margin=limits.step_ms / TBT_SLO_MS,
+    )
+
+    def fleet(seed: int) -> SimulationOptions:
+        return SimulationOptions(
+            instances=INSTANCES,
+            round_robin=False,
+            placement=Options(Policy.dynamic),
+            engine=engine,
+            hand_off_ms=Options(Policy.dynamic).hand_off_ms,
+            step_sigma=sigma,
+            tbt_slo_ms=TBT_SLO_MS,
+            seed=seed,
+        )
+
+    def draw(rng: random.Random) -> tuple[float, Shape]:
+        return 1e3 * gap_s(rng, rate_per_s, arrivals), shape(rng)
+
+    came = [(1e3 * record["arrived_s"], (record["prompt_tokens"], record["output_tokens"])) for record in records]
+    errors = by_chance(came, draw, table, fleet, seed)
+    print(f"  end, whoever predicts it before the others have come (simulated): median {median(errors):.1%}, p95 {_p95(errors):.1%}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("predictor", __doc__.partition("\n")[0], "--rate 0.8 --requests 120")
     followed = f"requests a second (default: {STEADY_SHARE} of what {CALLERS} callers were served at)"
     parser.add_argument("--rate", type=positive, metavar="R", help=followed)
-    parser.add_argument("--arrivals", choices=ARRIVALS, default=EVEN, help="(default: %(default)s)")
     parser.add_argument("--requests", type=whole(2), default=120, metavar="N", help="compared; half as many teach (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="gets the front-end's records of the requests, as JSON")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="gets the front-end's records of the requests, as JSON")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
     return parser
 
 
 def fleet_of(profile: Path, logs: Path, *frontend_args: str) -> LocalFleet:
     """Both instances are of one kind: whichever saves last keeps the profile of both."""
-    batching = ["--dynaserve-batching", "slo", "--dynaserve-profile", str(profile), "--no-enable-prefix-caching"]
-    return LocalFleet(smollm2(), dtype=fast_dtype(), vllm_args=batching, frontend_args=frontend_args, log_dir=logs)
+    where = logs.absolute()
+    batching = ["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{TBT_SLO_MS:g}", "--no-enable-prefix-caching"]
+    files = ["--dynaserve-profile", str(profile), "--dynaserve-step-log", f"{where}/steps-{INDEX}.csv"]
+    limits = ["--max-num-batched-tokens", str(MOST_STEP_TOKENS), "--max-num-seqs", str(MOST_RUNNING)]
+    return NumberedFleet(
+        smollm2(),
+        instances=INSTANCES,
+        dtype=fast_dtype(),
+        vllm_args=[*batching, *files, *limits],
+        frontend_args=frontend_args,
+        log_dir=where,
+    )
 
 
 def _record(fleet: LocalFleet, request_id: str) -> dict[str, Any]:

@@ -408,9 +408,10 @@ std::optional<double> LiveFleet::PredictEndMs(const std::string& request_id, dou
 }
 
 double LiveFleet::PrefillShare(const Instance& instance, double now_ms) {
-  const double kept = std::exp(-(now_ms - instance.told_ms) / kRecentMs);
+  // Within seconds a few prompts more or less are chance.
+  const double kept = std::exp(-(now_ms - instance.told_ms) / kLastingMs);
   const double share =
-      kept * instance.recent_prefill_ms / (kept * instance.recent_step_ms + kNoShareMs);
+      kept * instance.lasting_prefill_ms / (kept * instance.lasting_step_ms + kNoShareMs);
   return std::min(share, kMostPrefillShare);
 }
 
@@ -420,10 +421,10 @@ void LiveFleet::CountStep(Instance& instance, const BatchShape& shape, double me
   const BatchShape decodes{0, 0.0, shape.decodes, shape.decode_context_tokens};
   const double alone_ms = std::exp(instance.log_scale) * table_->StepMs(decodes);
   const double beside_ms = shape.prefill_tokens > 0 ? measured_ms - alone_ms : 0.0;
-  const double kept = std::exp(-(now_ms - instance.told_ms) / kRecentMs);
+  const double kept = std::exp(-(now_ms - instance.told_ms) / kLastingMs);
   instance.told_ms = now_ms;
-  instance.recent_step_ms = kept * instance.recent_step_ms + measured_ms;
-  instance.recent_prefill_ms = kept * instance.recent_prefill_ms + std::max(0.0, beside_ms);
+  instance.lasting_step_ms = kept * instance.lasting_step_ms + measured_ms;
+  instance.lasting_prefill_ms = kept * instance.lasting_prefill_ms + std::max(0.0, beside_ms);
 }
 
 void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> progress,

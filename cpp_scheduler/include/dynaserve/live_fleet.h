@@ -116,11 +116,11 @@ class LiveFleet {
     std::int64_t others_promised = 0;
     double log_scale = 0.0;
     bool has_told_steps = false;
-    // Of the recent past, of steps with decodes, faded until told_ms: what they took, and what of
+    // Of the last minute, of steps with decodes, faded until told_ms: what they took, and what of
     // that the prefill beside the decodes took.
     double told_ms = 0.0;
-    double recent_step_ms = 0.0;
-    double recent_prefill_ms = 0.0;
+    double lasting_step_ms = 0.0;
+    double lasting_prefill_ms = 0.0;
   };
   struct Part {
     InstanceId instance_id;
