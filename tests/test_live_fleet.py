@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -304,6 +305,25 @@ def test_decodes_share_their_time_with_the_prompts_that_come_meanwhile(*, told: 
     assert end_ms is not None
     expected_ms = 999 * prediction.decode_step_ms * (1.5 if told else 1.0)
     assert end_ms - now_ms - prediction.ttft_ms == pytest.approx(expected_ms, rel=0.05)
+
+
+@pytest.mark.parametrize("outputs", [1, 10, 1000, 5000])
+def test_others_take_the_place_of_those_that_decode_now(outputs: int) -> None:
+    """Of late 100 decoded together; now one is alone, for as long as answers take to be replaced."""
+    scheduler = fleet(Policy.dynamic, num_instances=1)
+    many = BatchShape(decodes=100, decode_context_tokens=200_000)
+    for number in range(10_000):
+        scheduler.observe_step("i0", many, A100.step_ms(many), A100.step_ms(many) * number)
+    now_ms = A100.step_ms(many) * 10_000
+    prediction = placed(scheduler, request("r", 400, outputs), now_ms).prediction
+    assert prediction is not None
+    end_ms = scheduler.predict_end_ms("r", now_ms)
+    assert end_ms is not None
+    alone_ms, lately_ms = ((outputs - 1) * step_ms for step_ms in (prediction.decode_step_ms, A100.step_ms(many)))
+    answer_ms = outputs * A100.step_ms(many)
+    like_now = answer_ms / alone_ms * (1 - math.exp(-alone_ms / answer_ms)) if alone_ms else 1.0
+    expected_ms = like_now * alone_ms + (1 - like_now) * lately_ms
+    assert end_ms - now_ms - prediction.ttft_ms == pytest.approx(expected_ms, rel=0.05, abs=1e-6)
 
 
 def test_a_new_table_keeps_what_one_instance_takes_longer_than_another() -> None:

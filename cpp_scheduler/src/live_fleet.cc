@@ -400,19 +400,29 @@ std::optional<double> LiveFleet::PredictEndMs(const std::string& request_id, dou
   const auto instance = instances_.find(entry.parts[last].instance_id);
   if (instance == instances_.end()) return std::nullopt;
   const auto rest = instance->second.predictor->PredictRest(KeyOf(entry.ordinal, last), now_ms);
-  if (!rest) return std::nullopt;
-  const double decodes_from_ms =
-      rest->prefill_end_ms < rest->end_ms ? rest->prefill_end_ms : now_ms;
-  const double own_share = 1.0 - PrefillShare(instance->second, now_ms);
-  return decodes_from_ms + (rest->end_ms - decodes_from_ms) / own_share;
+  const auto request = instance->second.predictor->Find(KeyOf(entry.ordinal, last), now_ms);
+  if (!rest || !request) return std::nullopt;
+  const double decodes_from_ms = std::max(now_ms, std::min(rest->prefill_end_ms, rest->end_ms));
+  return decodes_from_ms + DecodingMs(instance->second, rest->end_ms - decodes_from_ms,
+                                      request->decode_tokens, now_ms);
 }
 
-double LiveFleet::PrefillShare(const Instance& instance, double now_ms) {
+double LiveFleet::DecodingMs(const Instance& instance, double known_ms, std::int64_t tokens,
+                             double now_ms) const {
   // Within seconds a few prompts more or less are chance.
   const double kept = std::exp(-(now_ms - instance.told_ms) / kLastingMs);
-  const double share =
-      kept * instance.lasting_prefill_ms / (kept * instance.lasting_step_ms + kNoShareMs);
-  return std::min(share, kMostPrefillShare);
+  const double steps_ms = kept * instance.lasting_step_ms;
+  const double share = kept * instance.lasting_prefill_ms / (steps_ms + kNoShareMs);
+  const double as_now_ms = known_ms / (1.0 - std::min(share, kMostPrefillShare));
+  if (as_now_ms <= 0.0 || instance.lasting_steps <= 0.0) return as_now_ms;
+  const double step_ms = instance.lasting_step_ms / instance.lasting_steps;
+  const double answer_ms = step_ms * lasting_.MeanOutputTokens();
+  if (answer_ms <= 0.0) return as_now_ms;
+  // What decodes now ends, and others take its place: of the time of this answer, the part in which
+  // it is like now, where those there now leave one after the other.
+  const double like_now = answer_ms / as_now_ms * (1.0 - std::exp(-as_now_ms / answer_ms));
+  const double like_ever = (1.0 - like_now) * steps_ms / (steps_ms + kNoShareMs);
+  return (1.0 - like_ever) * as_now_ms + like_ever * static_cast<double>(tokens) * step_ms;
 }
 
 void LiveFleet::CountStep(Instance& instance, const BatchShape& shape, double measured_ms,
@@ -423,6 +433,7 @@ void LiveFleet::CountStep(Instance& instance, const BatchShape& shape, double me
   const double beside_ms = shape.prefill_tokens > 0 ? measured_ms - alone_ms : 0.0;
   const double kept = std::exp(-(now_ms - instance.told_ms) / kLastingMs);
   instance.told_ms = now_ms;
+  instance.lasting_steps = kept * instance.lasting_steps + 1.0;
   instance.lasting_step_ms = kept * instance.lasting_step_ms + measured_ms;
   instance.lasting_prefill_ms = kept * instance.lasting_prefill_ms + std::max(0.0, beside_ms);
 }

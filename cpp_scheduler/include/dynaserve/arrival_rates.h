@@ -28,6 +28,7 @@ class ArrivalRates {
   double Requests(double now_ms) const { return PerMs(requests_, now_ms); }
   double PromptTokens(double now_ms) const { return PerMs(prompt_tokens_, now_ms); }
   double OutputTokens(double now_ms) const { return PerMs(output_tokens_, now_ms); }
+  double MeanOutputTokens() const { return requests_ > 0.0 ? output_tokens_ / requests_ : 0.0; }
   double MeanPromptTokens() const { return requests_ > 0.0 ? prompt_tokens_ / requests_ : 0.0; }
   // Of a decode, over all steps of the answers that came.
   double MeanContextTokens() const {

@@ -63,8 +63,9 @@ class LiveFleet {
   void Finish(const std::string& request_id, double now_ms);
 
   // When the request would end, as it is expected to go on: its decodes share their time with the
-  // prompts of those who come meanwhile, as those of its instance did lately.  nullopt: it is not
-  // there, or should have ended.
+  // prompts of those who come meanwhile, as those of its instance did lately, and by and by others
+  // decode beside it than now, as many as did lately.  nullopt: it is not there, or should have
+  // ended.
   std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
 
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
@@ -116,9 +117,10 @@ class LiveFleet {
     std::int64_t others_promised = 0;
     double log_scale = 0.0;
     bool has_told_steps = false;
-    // Of the last minute, of steps with decodes, faded until told_ms: what they took, and what of
-    // that the prefill beside the decodes took.
+    // Of the last minute, of steps with decodes, faded until told_ms: their number, what they
+    // took, and what of that the prefill beside the decodes took.
     double told_ms = 0.0;
+    double lasting_steps = 0.0;
     double lasting_step_ms = 0.0;
     double lasting_prefill_ms = 0.0;
   };
@@ -150,7 +152,9 @@ class LiveFleet {
   SearchInstance Seen(Instance& instance, std::int64_t own_promise = 0) const;
   bool GathererHasRoom(std::int64_t prompt_tokens, double now_ms);
   void CountStep(Instance& instance, const BatchShape& shape, double measured_ms, double now_ms);
-  static double PrefillShare(const Instance& instance, double now_ms);
+  // Of a decode that would take known_ms, if nobody else came.
+  double DecodingMs(const Instance& instance, double known_ms, std::int64_t tokens,
+                    double now_ms) const;
   static bool MayLook(Instance& alpha, const Entry& entry, double now_ms);
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
