@@ -185,7 +185,8 @@ def compare(learnt: Path, folder: Path, rate_per_s: float, arrivals: str, args: 
     began_s = time.monotonic()
     with fleet_of(profile, folder, "--policy", "dynamic", "--latency-profile", str(learnt)) as fleet:
         ids = replay(fleet, rate_per_s, args.requests, arrivals, args.seed + 1)
-        records = [_record(fleet, request_id) for request_id in ids]
+        # Of two that are sent at nearly the same time, the second may arrive first.
+        records = sorted((_record(fleet, request_id) for request_id in ids), key=lambda record: float(record["arrived_s"]))
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / f"{arrivals}.json").write_text(json.dumps(records, indent=1), encoding="utf-8")

@@ -152,17 +152,22 @@ def test_a_campaign_goes_on_where_it_stopped_and_ends_in_a_table(campaign: Campa
     assert over["ratio"]["value"] > 0
 
 
-def test_a_comparison_that_was_stopped_goes_on_with_the_turns_that_it_lacks(campaign: Campaign) -> None:
+def stopped_before_ours(campaign: Campaign) -> tuple[Campaign, Toys]:
+    """One comparison, of which there is the turn of stock only; nothing is broken any more."""
     pytest.importorskip("matplotlib")
-    campaign = replace(campaign, tbt_slos_ms=(6000.0,))
-    toys = Toys()
+    campaign, toys = replace(campaign, tbt_slos_ms=(6000.0,)), Toys()
     toys.broken = "dynamic"
     campaign.run(toys.system, PROVENANCE)
+    toys.started, toys.broken = [], ""
+    return campaign, toys
+
+
+def test_a_comparison_that_was_stopped_goes_on_with_the_turns_that_it_lacks(campaign: Campaign) -> None:
+    campaign, toys = stopped_before_ours(campaign)
     path = campaign.folder("fixed:20,5", 6000.0) / "results.json"
     stopped = json.loads(path.read_text())
     assert not stopped["complete"]
 
-    toys.started, toys.broken = [], ""
     campaign.run(toys.system, {**PROVENANCE, "commit": "def5678"})
     assert [name for name, _ in toys.started] == ["dynamic"]
     results = json.loads(path.read_text())
@@ -174,12 +179,7 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_turns_that_it_lacks(camp
 
 
 def test_turns_of_another_machine_are_measured_again(campaign: Campaign) -> None:
-    pytest.importorskip("matplotlib")
-    campaign = replace(campaign, tbt_slos_ms=(6000.0,))
-    toys = Toys()
-    toys.broken = "dynamic"
-    campaign.run(toys.system, PROVENANCE)
-    toys.started, toys.broken = [], ""
+    campaign, toys = stopped_before_ours(campaign)
     campaign.run(toys.system, {**PROVENANCE, "machine": {"cores": 4}})
     assert [name for name, _ in toys.started] == ["stock", "dynamic"]
 

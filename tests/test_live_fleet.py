@@ -309,7 +309,7 @@ def test_decodes_share_their_time_with_the_prompts_that_come_meanwhile(*, told: 
 
 @pytest.mark.parametrize("outputs", [1, 10, 1000, 5000])
 def test_others_take_the_place_of_those_that_decode_now(outputs: int) -> None:
-    """Of late 100 decoded together; now one is alone, for as long as answers take to be replaced."""
+    """Of late 100 decoded together; now one is alone, and others come by and by."""
     scheduler = fleet(Policy.dynamic, num_instances=1)
     many = BatchShape(decodes=100, decode_context_tokens=200_000)
     for number in range(10_000):
