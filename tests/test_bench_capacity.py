@@ -44,6 +44,18 @@ def test_the_search_ends_at_its_bounds() -> None:
     assert highest_rate(lambda _: False, 1.0, 0.1, 0.5, 3.0).passed_per_s is None
 
 
+def test_a_search_that_begins_near_the_capacity_takes_small_steps_first() -> None:
+    tried: list[float] = []
+
+    def passes(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= 1.3
+
+    found = highest_rate(passes, 1.0, 0.1, 0.1, 100.0, step=1.1)
+    assert tried[:3] == pytest.approx([1.0, 1.1, 1.1 * 1.21])
+    assert (found.passed_per_s, found.failed_per_s) == pytest.approx((1.1 * 1.1, 1.1 * 1.21))
+
+
 def record(index: int, sent_s: float, wait_s: float, gap_s: float = 0.02, tokens: int = 5, failure: Failure | None = None) -> RequestRecord:
     times = [sent_s + wait_s + gap_s * number for number in range(tokens)]
     return RequestRecord(index, "", 10, tokens, sent_s, sent_s, times[-1], times, "usage", 10, tokens, "length", 200, failure)

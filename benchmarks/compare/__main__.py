@@ -1,9 +1,11 @@
 """`make bench-compare`: capacity and goodput of several systems on this machine, each of two real vLLM instances, in turns, in one run.
 
 SmolLM2-135M on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO is one comparison
-as `dynaserve bench compare` makes it: every system is started for its turn, gets all requests at once (which warms it up, and the first
-time tells its saturation rate), and then its capacity is searched. Finished turns stay in the output folder: a run that was
-stopped goes on where it was, on the same machine. At the end there is one table over all workloads for each SLO.
+as `dynaserve bench compare` makes it. In each repetition every system is started once, and once for each SLO where it goes by it. While
+it runs it has its turn of every workload: all requests at once (which warms it up, and the first time tells its saturation rate), then
+the search for its capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output
+folder: a run that was stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over
+all workloads for each SLO.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
 def report(campaign: Campaign, provenance: dict[str, Any]) -> list[str]:
     """Prints the tables and keeps them in the output folder; returns the comparisons that are missing."""
     found, missing = campaign.found()
-    commits = sorted({one.commit for at_one_slo in found for one in at_one_slo})
+    commits = sorted({commit for at_one_slo in found for one in at_one_slo for commit in one.commit.split(", ")})
     head = [SMOKE_TEST] if provenance["smoke_test"] else []
     head += [f"measured at several commits: {', '.join(commits)}"] if len(commits) > 1 else []
     text = "\n\n".join([*head, *map(table.markdown, found)])

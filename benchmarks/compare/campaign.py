@@ -1,22 +1,24 @@
-"""One comparison after the other, each kept on disk: a campaign that was stopped goes on where it was."""
+"""Comparisons side by side, as each start of a system is expensive, and kept on disk turn by turn: one that was stopped goes on."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS
-from benchmarks.compare.outcome import LEAST_SHARE, Compared, is_measured, read, unfinished
-from dynaserve.bench import compare, compare_plots, options, replay
+from benchmarks.compare.outcome import LEAST_SHARE, Compared, holds_other, read, there_is
+from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, systems
 from dynaserve.bench.capacity import SearchOptions
-from dynaserve.bench.compare import CompareOptions
+from dynaserve.bench.compare import CompareOptions, Measurement
+from dynaserve.bench.comparison import Comparison
 from dynaserve.bench.options import ReplayOptions
-from dynaserve.bench.systems import System
+from dynaserve.bench.systems import Running, System
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.machine import fast_dtype
 
@@ -50,38 +52,76 @@ class Campaign:
         compare_plots.check_installed()
         for workload, tbt_slo_ms in self._comparisons():
             replay.plan_requests(replace(self._replay(workload, tbt_slo_ms), rate_per_s=1.0))
-            if is_measured(folder := self.folder(workload, tbt_slo_ms)) and self._read(workload, tbt_slo_ms) is None:
+            if holds_other(folder := self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)):
                 raise ConfigError(f"{folder} holds a comparison with other options: take another --output, or delete it")
 
     def run(self, system_of: SystemOf, provenance: Mapping[str, Any]) -> None:
-        """Measures what is not there yet. A comparison that fails is told, and left out. provenance: for each results.json."""
-        for workload, tbt_slo_ms in self._comparisons():
-            told = f"{workload}, P99 TBT within {tbt_slo_ms:g} ms"
-            if self._read(workload, tbt_slo_ms) is not None:
-                print(f"\n{told}: measured before, in {self.folder(workload, tbt_slo_ms)}", flush=True)
-                continue
-            print(f"\n{told}", flush=True)
-            compared, commits = self._compare_options(workload, tbt_slo_ms, system_of), provenance["commit"]
-            if there := unfinished(compared.output, self._options(workload, tbt_slo_ms), provenance["machine"]):
-                print(f"turns measured before: {sum(map(len, there.kept.turns.values()))}, at {there.commits}", flush=True)
-                compared = replace(compared, kept=there.kept)
-                commits = ", ".join(sorted({*there.commits.split(", "), commits}))
-            try:
-                compare.run(compared, {**provenance, "commit": commits, "options": self._options(workload, tbt_slo_ms)})
-            except DynaServeError as error:
-                print(f"bench-compare: {told}: not measured: {error}", file=sys.stderr, flush=True)
+        """Measures what is not there yet: a repetition after the other, in each a system after the other, and all workloads while it
+        runs. What fails is told, and left out. provenance: for each results.json."""
+        client.allow_many_connections()
+        under_way = {one: self._measurement(*one, provenance) for one in self._comparisons()}
+        for number in range(self.repetitions):
+            for name, tbt_slos_ms in self._starts(number):
+                lacking = {one: it for one, it in under_way.items() if one[1] in tbt_slos_ms and it.lacks(name, number)}
+                if not lacking:
+                    continue
+                print(f"\n{name}, P99 TBT within {' and '.join(f'{slo:g}' for slo in tbt_slos_ms)} ms, repetition {number + 1}", flush=True)
+                with _telling(name), systems.running(system_of(name, tbt_slos_ms[0], self.output / "logs")) as running:
+                    self._take_turns(name, number, running, lacking)
 
     def found(self) -> tuple[list[list[Compared]], list[str]]:
         """What is there, by SLO, and the names of comparisons that are not."""
         there: dict[float, list[Compared]] = {}
         missing = []
         for workload, tbt_slo_ms in self._comparisons():
-            compared = self._read(workload, tbt_slo_ms)
+            compared = read(self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms), self.repetitions)
             if compared is None:
                 missing.append(f"{workload} at {tbt_slo_ms:g} ms")
             else:
                 there.setdefault(tbt_slo_ms, []).append(compared)
         return list(there.values()), missing
+
+    def _take_turns(self, name: str, number: int, running: Running, lacking: Mapping[tuple[str, float], Measurement]) -> None:
+        """Of one system that runs. Its saturation is the same at each SLO that it is judged by."""
+        for workload in self.workloads:
+            saturation_per_s: float | None = None
+            for (_, tbt_slo_ms), measurement in ((one, it) for one, it in lacking.items() if one[0] == workload):
+                with _telling(f"{name}, {workload}, {tbt_slo_ms:g} ms"):
+                    print(f"{workload}, {tbt_slo_ms:g} ms", file=sys.stderr, flush=True)
+                    if saturation_per_s is None:
+                        measurement.warm_up(name, running, number)
+                        saturation_per_s = measurement.saturation_per_s[name]
+                    measurement.saturation_per_s.setdefault(name, saturation_per_s)
+                    measurement.search(name, running, number)
+
+    def _measurement(self, workload: str, tbt_slo_ms: float, provenance: Mapping[str, Any]) -> Measurement:
+        """Goes on with the turns that there are."""
+        chosen, its_options = self._compare_options(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)
+        commits = provenance["commit"]
+        if there := there_is(chosen.output, its_options, self.repetitions, provenance["machine"]):
+            taken = sum(map(len, there.kept.turns.values()))
+            print(f"{workload}, {tbt_slo_ms:g} ms: turns measured before: {taken}, at {there.commits}", flush=True)
+            chosen = replace(chosen, kept=there.kept)
+            commits = ", ".join(sorted({*there.commits.split(", "), commits}))
+        compare_report.prepare(chosen.output)
+        told = {**provenance, "commit": commits, "options": its_options}
+
+        def keep(comparison: Comparison) -> None:
+            kept = compare_report.write if measurement.is_complete else compare_report.keep
+            kept(chosen.output, comparison, told)
+
+        measurement = Measurement(chosen, keep)
+        return measurement
+
+    def _starts(self, number: int) -> Iterator[tuple[str, Sequence[float]]]:
+        """Systems, and the SLOs by which each is judged while it runs: those that do not go by it, by all."""
+        first, *_ = self.tbt_slos_ms
+        for tbt_slo_ms in self.tbt_slos_ms:
+            for name in compare.in_order(self.systems, number):
+                if CANDIDATES[name].slo_batches:
+                    yield name, (tbt_slo_ms,)
+                elif tbt_slo_ms == first:
+                    yield name, self.tbt_slos_ms
 
     def folder(self, workload: str, tbt_slo_ms: float) -> Path:
         return self.output / f"{re.sub(r'[^a-zA-Z0-9.]+', '-', workload)}-tbt-{tbt_slo_ms:g}"
@@ -90,24 +130,20 @@ class Campaign:
         """All workloads at the first SLO come first."""
         return ((workload, tbt_slo_ms) for tbt_slo_ms, workload in product(self.tbt_slos_ms, self.workloads))
 
-    def _read(self, workload: str, tbt_slo_ms: float) -> Compared | None:
-        return read(self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms))
-
     def _options(self, workload: str, tbt_slo_ms: float) -> dict[str, Any]:
-        """All that decides what a comparison measures, as JSON gives it back."""
-        common = {name: getattr(self, name) for name in ("scale", "requests", "repetitions", "resolution", "seed", "max_client_lag_ms")}
+        """All that decides what a turn measures, as JSON gives it back."""
+        common = {name: getattr(self, name) for name in ("scale", "requests", "resolution", "seed", "max_client_lag_ms")}
         systems = {name: asdict(CANDIDATES[name]) for name in self.systems}
         traces = None if self.traces is None else str(self.traces.resolve())
         own = {"workload": workload, "tbt_slo_ms": tbt_slo_ms, "systems": systems, "traces": traces, "dtype": fast_dtype()}
         return {**common, **own}
 
-    def _compare_options(self, workload: str, tbt_slo_ms: float, system_of: SystemOf) -> CompareOptions:
-        folder = self.folder(workload, tbt_slo_ms)
+    def _compare_options(self, workload: str, tbt_slo_ms: float) -> CompareOptions:
         return CompareOptions(
-            systems=[system_of(name, tbt_slo_ms, folder / "logs") for name in self.systems],
+            systems=[System(name) for name in self.systems],
             replay=self._replay(workload, tbt_slo_ms),
             search=SearchOptions(FIRST_SHARE, LEAST_SHARE, MOST_SHARE, self.resolution, self.repetitions),
-            output=folder,
+            output=self.folder(workload, tbt_slo_ms),
             side_by_side=False,
             saturates=True,
             gives_up=True,
@@ -119,3 +155,12 @@ class Campaign:
         length = ["--requests", str(self.requests), "--seed", str(self.seed)]
         limits = ["--max-client-lag-ms", f"{self.max_client_lag_ms:g}", "--timeout-s", f"{REQUEST_TIMEOUT_S:g}"]
         return options.parse(["--url", "http://not-started", *requests, *traces, *length, "--tbt-slo-ms", f"{tbt_slo_ms:g}", *limits])
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """An error inside is told and ends only this."""
+    try:
+        yield
+    except DynaServeError as error:
+        print(f"bench-compare: {what}: not measured: {error}", file=sys.stderr, flush=True)

@@ -56,11 +56,13 @@ class Site:
     profile: Path
 
     def system(self, name: str, tbt_slo_ms: float, logs: Path) -> System:
-        """One of CANDIDATES. logs: gets a folder of that name."""
+        """One of CANDIDATES. logs: gets a folder of its name."""
+        candidate = CANDIDATES[name]
 
         @contextmanager
         def start() -> Iterator[Running]:
-            with self.fleet(CANDIDATES[name], tbt_slo_ms, logs / name) as fleet:
+            folder = logs / (f"{name}-tbt-{tbt_slo_ms:g}" if candidate.slo_batches else name)
+            with self.fleet(candidate, tbt_slo_ms, folder) as fleet:
                 front_pids = fleet.pids.get("frontend", [])
                 yield Running([fleet.frontend_url] if front_pids else fleet.urls, front_pids)
 
@@ -86,6 +88,7 @@ class Site:
 
     def _frontend_args(self, candidate: Candidate, tbt_slo_ms: float) -> list[str]:
         """Before there is a profile, the policy learns one from its instances."""
-        chosen = ["--policy", str(candidate.policy), "--fleet-tbt-slo-ms", f"{tbt_slo_ms:g}"]
+        slo = ["--fleet-tbt-slo-ms", f"{tbt_slo_ms:g}"] if candidate.slo_batches else []
+        chosen = ["--policy", str(candidate.policy), *slo]
         known = candidate.predicts and self.profile.exists()
         return [*chosen, "--latency-profile", str(self.profile.absolute())] if known else chosen

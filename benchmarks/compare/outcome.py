@@ -87,47 +87,46 @@ def values_over(baselines: Sequence[str], compared: Iterable[Compared]) -> dict[
     return {one.workload: over.ratio.value for one in compared if (over := one.over_best(baselines)) is not None}
 
 
-def is_measured(folder: Path) -> bool:
-    """Whether the folder holds a finished comparison."""
-    return bool(_results(folder))
+def holds_other(folder: Path, options: Mapping[str, Any]) -> bool:
+    """Whether the folder holds a finished comparison with other options."""
+    results = _read(folder)
+    return results.get("complete", False) and results.get("options") != options
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class There:
     """commits: what was measured, in words."""
 
     kept: Kept
     commits: str
 
 
-def unfinished(folder: Path, options: Mapping[str, Any], machine: Mapping[str, Any]) -> Unfinished | None:
-    """What a comparison with these options, on this machine, had measured when it ended; None: there is none, or it is finished."""
+def there_is(folder: Path, options: Mapping[str, Any], repetitions: int, machine: Mapping[str, Any]) -> There | None:
+    """What a comparison with these options has measured, on this machine if turns are lacking; None: nothing."""
     results = _read(folder)
-    if results.get("complete", True) or results.get("options") != options or results.get("machine") != machine:
+    if results.get("options") != options or (results.get("machine") != machine and not _is_whole(results, repetitions)):
         return None
     systems = results["systems"]
     turns = {name: msgspec.convert(system["turns"], list[Turn]) for name, system in systems.items()}
     saturation = {name: system["saturation_per_s"] for name, system in systems.items() if system["saturation_per_s"] is not None}
-    return Unfinished(Kept(turns, saturation), results["commit"])
+    return There(Kept(turns, saturation), results["commit"])
 
 
-def read(folder: Path, options: Mapping[str, Any]) -> Compared | None:
-    """None: the folder holds no finished comparison with these options."""
-    results = _results(folder)
-    if results.get("options") != options:
+def read(folder: Path, options: Mapping[str, Any], repetitions: int) -> Compared | None:
+    """None: the folder holds no comparison with these options, or one with fewer turns of some system."""
+    results = _read(folder)
+    if results.get("options") != options or not _is_whole(results, repetitions):
         return None
     systems = {name: Outcome.of(system) for name, system in results["systems"].items()}
     return Compared(results["workload"], results["slo"]["tbt_ms"], results["commit"], systems)
 
 
-def _results(folder: Path) -> dict[str, Any]:
-    """Of a finished comparison; empty: there is none."""
-    results = _read(folder)
-    return results if results.get("complete") else {}
+def _is_whole(results: Mapping[str, Any], repetitions: int) -> bool:
+    return bool(results["complete"]) and all(len(system["turns"]) >= repetitions for system in results["systems"].values())
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Of any; empty: there is none."""
+    """What the folder holds; empty: nothing."""
     try:
         results: dict[str, Any] = json.loads(compare_report.results_path(folder).read_bytes())
     except (OSError, ValueError):

@@ -34,13 +34,19 @@ exit status: 0 reported; 1 not even --least-rate passed; 2 bad option or server;
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """first_per_s, least_per_s, most_per_s: the rate tried first, and the bounds of those tried."""
+    """first_per_s, least_per_s, most_per_s: the rate tried first, and the bounds of those tried. is_near: the first one is near the
+    capacity, so that the next ones are near it."""
 
     first_per_s: float
     least_per_s: float
     most_per_s: float
     resolution: float
     repetitions: int
+    is_near: bool = False
+
+    def near(self, rate_per_s: float) -> SearchOptions:
+        """The same, beginning at that rate, or at the bound next to it."""
+        return replace(self, first_per_s=min(max(rate_per_s, self.least_per_s), self.most_per_s), is_near=True)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def following(searching: SearchOptions, found: Sequence[Repetition]) -> SearchOp
     if not found:
         return searching
     known = [rate for repetition in found if (rate := repetition.passed_per_s)]
-    return replace(searching, first_per_s=known[-1] if known else searching.least_per_s)
+    return searching.near(known[-1]) if known else replace(searching, first_per_s=searching.least_per_s)
 
 
 def find(measure: Callable[[float, int], Trial], searching: SearchOptions, seed: int, tell: Callable[[Trial], None]) -> Repetition:
@@ -149,7 +155,9 @@ def find(measure: Callable[[float, int], Trial], searching: SearchOptions, seed:
         trials.append(replace(run, records=()))
         return run.not_sustained is None
 
-    found = search.highest_rate(passes, searching.first_per_s, searching.resolution, searching.least_per_s, searching.most_per_s)
+    bounds = searching.least_per_s, searching.most_per_s
+    step = min(search.FACTOR, 1 + searching.resolution) if searching.is_near else search.FACTOR
+    found = search.highest_rate(passes, searching.first_per_s, searching.resolution, *bounds, step)
     return Repetition(seed, found.passed_per_s, found.failed_per_s, trials)
 
 

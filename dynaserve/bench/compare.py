@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +41,9 @@ file, and started for each of their turns:
 after each turn: what was measured before an error stays there.
 
 exit status: 0 reported; 2 bad option or server; 3 the figures cannot be trusted."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,9 @@ def run(opts: CompareOptions, provenance: Mapping[str, Any]) -> int:
     """
     compare_report.prepare(opts.output)
     client.allow_many_connections()
-    measurement = _Measurement(opts, lambda comparison: compare_report.keep(opts.output, comparison, provenance))
+    measurement = Measurement(opts, lambda comparison: compare_report.keep(opts.output, comparison, provenance))
     try:
-        measurement.take()
+        _take(measurement)
     except (DynaServeError, KeyboardInterrupt) as error:
         if not (measured := sum(map(len, measurement.turns.values()))):
             raise
@@ -116,9 +119,22 @@ def run(opts: CompareOptions, provenance: Mapping[str, Any]) -> int:
     return 0
 
 
+def _take(measurement: Measurement) -> None:
+    """All turns, and a last run of each system if it is asked for. Raises ConfigError."""
+    opts = measurement.opts
+    for number in range(opts.search.repetitions):
+        for system in in_order(opts.systems, number):
+            if measurement.lacks(system.name, number):
+                with systems.running(system) as running:
+                    measurement.warm_up(system.name, running, number)
+                    measurement.search(system.name, running, number)
+    if opts.side_by_side:
+        measurement.run_side_by_side()
+
+
 @dataclass
-class _Measurement:
-    """keep: called with what there is after each turn."""
+class Measurement:
+    """The turns of a comparison. keep: called with what there is after each."""
 
     opts: CompareOptions
     keep: Callable[[Comparison], None]
@@ -129,48 +145,54 @@ class _Measurement:
         self.saturation_per_s = dict(self.opts.kept.saturation_per_s)
         self.comparison = Comparison(self.opts.replay.workload, self.opts.replay.slo, self.turns, self.runs, self.saturation_per_s)
 
-    def take(self) -> None:
-        """All turns, and a last run of each system if it is asked for. Raises ConfigError."""
-        for number in range(self.opts.search.repetitions):
-            for system in _in_order(self.opts.systems, number):
-                if number < len(self.turns[system.name]):
-                    continue
-                self.turns[system.name].append(self._turn(system, number))
-                self.keep(self.comparison)
-        if self.opts.side_by_side:
-            self._run_side_by_side()
+    def lacks(self, name: str, number: int) -> bool:
+        """Whether that turn of that system, counted from 0, has not been taken."""
+        return number >= len(self.turns[name])
 
-    def _turn(self, system: System, number: int) -> Turn:
+    @property
+    def is_complete(self) -> bool:
+        return not any(self.lacks(name, self.opts.search.repetitions - 1) for name in self.turns)
+
+    def warm_up(self, name: str, running: Running, number: int) -> None:
+        """Of all systems alike, with all requests at once; the first time tells the saturation. Raises ConfigError."""
+        if self.opts.saturates:
+            seed = self.opts.replay.seed + number
+            rate = trial.saturation(replace(self.opts.replay, urls=running.urls), seed)
+            self.saturation_per_s.setdefault(name, rate)
+            print(f"{name}: seed {seed}  {rate:8.3g} requests/s  when all are sent at once", file=sys.stderr, flush=True)
+
+    def search(self, name: str, running: Running, number: int) -> None:
+        """Takes that turn: it begins where the system's last one ended, else at the highest capacity found. Raises ConfigError."""
         seed = self.opts.replay.seed + number
-        with systems.running(system) as running:
-            self._warm_up(system, running, seed)
-            counted = systems.cut_counts(running.urls)
-            searching = capacity.following(self._search(system), [turn.repetition for turn in self.turns[system.name]])
-            found = capacity.find(partial(self._run, running), searching, seed, lambda one: _tell(system, one))
-            after = systems.cut_counts(running.urls)
+        counted = systems.cut_counts(running.urls)
+        searching = self._searching(name)
+        found = capacity.find(partial(self._run, running), searching, seed, lambda one: _tell(name, one))
+        after = systems.cut_counts(running.urls)
         share = after.since(counted) if counted is not None and after is not None else None
-        return Turn(found, share)
+        self.turns[name].append(Turn(found, share))
+        self.keep(self.comparison)
 
-    def _run_side_by_side(self) -> None:
+    def run_side_by_side(self) -> None:
+        """Each system at the capacity of the first one. Raises ConfigError."""
         baseline = self.opts.systems[0]
         found: list[Repetition] = [turn.repetition for turn in self.turns[baseline.name]]
-        rate = capacity.median_rate(found) or self._search(baseline).least_per_s
+        rate = capacity.median_rate(found) or self._bounds(baseline.name).least_per_s
         for system in self.opts.systems:
             with systems.running(system) as running:
-                self._warm_up(system, running, self.opts.replay.seed)
+                self.warm_up(system.name, running, 0)
                 self.runs[system.name] = self._run(running, rate, self.opts.replay.seed)
-                _tell(system, self.runs[system.name])
+                _tell(system.name, self.runs[system.name])
             self.keep(self.comparison)
 
-    def _warm_up(self, system: System, running: Running, seed: int) -> None:
-        """Of all systems alike, with all requests at once; the first time tells the saturation."""
-        if self.opts.saturates:
-            rate = trial.saturation(replace(self.opts.replay, urls=running.urls), seed)
-            self.saturation_per_s.setdefault(system.name, rate)
-            print(f"{system.name}: seed {seed}  {rate:8.3g} requests/s  when all are sent at once", file=sys.stderr, flush=True)
+    def _searching(self, name: str) -> SearchOptions:
+        bounds = self._bounds(name)
+        if turns := self.turns[name]:
+            return capacity.following(bounds, [turn.repetition for turn in turns])
+        known = [rate for taken in self.turns.values() for turn in taken if (rate := turn.repetition.passed_per_s)]
+        return bounds.near(max(known)) if known else bounds
 
-    def _search(self, system: System) -> SearchOptions:
-        unit = self.saturation_per_s.get(system.name, 1.0)
+    def _bounds(self, name: str) -> SearchOptions:
+        unit = self.saturation_per_s.get(name, 1.0)
         search = self.opts.search
         return replace(
             search, first_per_s=search.first_per_s * unit, least_per_s=search.least_per_s * unit, most_per_s=search.most_per_s * unit
@@ -182,7 +204,7 @@ class _Measurement:
         )
 
 
-def _in_order(chosen: Sequence[System], number: int) -> Sequence[System]:
+def in_order(chosen: Sequence[T], number: int) -> Sequence[T]:
     """Another one first each time, so that no system has always the machine that the same other one left."""
     first = number % len(chosen)
     return [*chosen[first:], *chosen[:first]]
@@ -198,6 +220,6 @@ def _print(comparison: Comparison) -> None:
     console.print(table)
 
 
-def _tell(system: System, run: Trial) -> None:
+def _tell(name: str, run: Trial) -> None:
     verdict = run.not_sustained or "passed"
-    print(f"{system.name}: seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {verdict}", file=sys.stderr, flush=True)
+    print(f"{name}: seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {verdict}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FACTOR = 1.6
-"""From one rate to the next while only passes, or only failures, are known."""
+"""From one rate to the next, at most, while only passes, or only failures, are known."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,13 @@ class Found:
     failed_per_s: float | None
 
 
-def highest_rate(passes: Callable[[float], bool], first: float, resolution: float, least: float, most: float) -> Found:
+def highest_rate(
+    passes: Callable[[float], bool], first: float, resolution: float, least: float, most: float, step: float = FACTOR
+) -> Found:
     """Brackets the capacity from `first`, then halves the bracket (in its logarithm) to failed / passed <= 1 + resolution.
 
-    Requires 0 < least <= first <= most. Rates outside [least, most] are not tried.
+    step: from `first` to the next rate; the one after it is its square, FACTOR at most.
+    Requires 0 < least <= first <= most and 1 < step. Rates outside [least, most] are not tried.
     """
     passed: float | None = None
     failed: float | None = None
@@ -34,12 +37,13 @@ def highest_rate(passes: Callable[[float], bool], first: float, resolution: floa
             passed = rate
             if failed is None and rate == most:
                 break
-            rate = min(most, rate * FACTOR)
+            rate = min(most, rate * step)
         else:
             failed = rate
             if passed is None and rate == least:
                 break
-            rate = max(least, rate / FACTOR)
+            rate = max(least, rate / step)
+        step = min(FACTOR, step * step)
     while passed is not None and failed is not None and failed / passed > 1 + resolution:
         middle = math.sqrt(passed * failed)
         if passes(middle):
