@@ -362,10 +362,10 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         most -= 1
     most_generated = 1.5 * generated(most_within(math.inf, to_come, step_ms))
 
-    def rate(gathering: int) -> float:
+    def rate(gathering: int, room: float = 1.0) -> float:
         if most == 0:
             return 0.0
-        held = min(most, math.ceil(decodes / gathering))
+        held = min(int(room * most), math.ceil(decodes / gathering))
         left = max(0, decodes - gathering * held)
         others = math.ceil(left / (instances - gathering))
         found = gathering * beside(held) + (instances - gathering) * beside(others)
@@ -378,14 +378,18 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     if decodes == 0:
         assert plan.prefill_rate == pytest.approx(colocated)  # no decodes cost nothing wherever they are
         return
-    presses = arriving == 0 or pressure >= (0.05 if 0 < current < instances else 0.08)
+    gathers = 0 < current < instances
+    presses = arriving == 0 or pressure >= (0.05 if gathers else 0.08)
     rates = {k: rate(k) for k in range(1, instances)} if presses else {}
+    kept = rate(current, 1.25) if presses and gathers else 0.0
     if plan.gathering:
-        assert plan.prefill_rate == pytest.approx(rates[plan.gathering])
+        possible = (rates[plan.gathering], kept) if plan.gathering == current else (rates[plan.gathering],)
+        assert any(plan.prefill_rate == pytest.approx(found) for found in possible)
         assert plan.prefill_rate > colocated + (0.005 if plan.gathering == current else 0.03) * unit - 1e-9
     else:
         assert plan.prefill_rate == pytest.approx(colocated)
-    assert plan.prefill_rate >= max([colocated - 0.005 * unit, *(found - 0.03 * unit for found in rates.values())]) - 1e-9
+    there_is = kept if kept > colocated + 0.005 * unit else colocated
+    assert plan.prefill_rate >= max([there_is, *(found - 0.03 * unit for found in rates.values())]) - 1e-9
 
 
 def _decodes_ms(table: ProfileTable, decodes: int, context: float) -> float:
@@ -405,11 +409,11 @@ def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: 
     return plan_fleet(ProfileTable(A100), limits, demand, current).gathering
 
 
-@pytest.mark.parametrize("current", [0, 1])
-def test_more_decodes_than_an_instance_has_memory_for_are_gathered_until_they_are_far_more(current: int) -> None:
+def test_more_decodes_than_an_instance_has_memory_for_are_gathered_until_they_are_far_more() -> None:
     limits = InstanceLimits(step_ms=50.0, kv_tokens=90_000)
-    # 1.2 times what memory holds: gathered, they are fewer at a time than beside prefill.
-    assert [gathering(decodes, current, limits) for decodes in (8, 90, 108, 130)] == [1, 1, 1, 0]
+    # 1.2 times what memory holds: gathered, they are fewer at a time than beside prefill. A plan that there is takes a quarter more.
+    assert [gathering(decodes, 0, limits) for decodes in (8, 90, 108, 113, 130)] == [1, 1, 1, 0, 0]
+    assert [gathering(decodes, 1, limits) for decodes in (8, 90, 113, 135, 136)] == [1, 1, 1, 1, 0]
 
 
 def test_decodes_are_gathered_where_prompts_press_and_for_a_while_longer() -> None:

@@ -27,6 +27,7 @@ class Rates {
         most_(
             MostInAStep(Room(options.most_kv_share * limits.kv_tokens, demand.mean_context_tokens),
                         std::max(demand.mean_context_tokens, demand.answer_context_tokens))),
+        most_kept_(static_cast<std::int64_t>(options.kept_room * static_cast<double>(most_))),
         most_generated_(options.most_decode_load *
                         Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
         most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))) {}
@@ -43,19 +44,20 @@ class Rates {
     return static_cast<double>(demand_.instances) * Beside(decodes);
   }
 
-  // Of the fleet with so many of its instances gathering.
-  double Gathered(std::int64_t gathering) const {
+  // Of the fleet with so many of its instances gathering, as they do already if that is `kept`.
+  double Gathered(std::int64_t gathering, bool kept = false) const {
     if (most_ == 0) return 0.0;
     const std::int64_t free = demand_.instances - gathering;
-    const std::int64_t held = std::min(DividedUp(demand_.decodes, gathering), most_);
+    const std::int64_t most = kept ? most_kept_ : most_;
+    const std::int64_t held = std::min(DividedUp(demand_.decodes, gathering), most);
     const std::int64_t left = std::max<std::int64_t>(0, demand_.decodes - gathering * held);
     const double others = left == 0 ? free_ : Beside(DividedUp(left, free));
     return static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
   }
 
   // The same; 0 where they would not keep up.
-  double Sustained(std::int64_t gathering) const {
-    const double rate = Gathered(gathering);
+  double Sustained(std::int64_t gathering, bool kept = false) const {
+    const double rate = Gathered(gathering, kept);
     return Brought(rate) <= static_cast<double>(gathering) * most_generated_ ? rate : 0.0;
   }
 
@@ -102,9 +104,10 @@ class Rates {
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
   const double free_;
-  const std::int64_t most_;      // decodes that one instance gathers
-  const double most_generated_;  // output tokens per millisecond that may be asked of it,
-  const double most_held_;       // and that it generates with all its memory or seats taken
+  const std::int64_t most_;       // decodes that one instance gathers,
+  const std::int64_t most_kept_;  // and with how many it goes on
+  const double most_generated_;   // output tokens per millisecond that may be asked of it,
+  const double most_held_;        // and that it generates with all its memory or seats taken
 };
 
 bool GathersSome(std::int64_t gathering, const FleetDemand& demand) {
@@ -121,7 +124,7 @@ void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& deman
   if (is_known && demand.prefill_rate < least_pressure * unit) return;
   // What there is, while it is worth it; else colocation.
   if (GathersSome(current, demand)) {
-    const double rate = rates.Sustained(current);
+    const double rate = rates.Sustained(current, true);
     const double least = plan.colocated_rate + options.least_kept * unit;
     if (rate > least || (demand.decodes == 0 && rate > 0.0)) {
       plan.gathering = current;

@@ -47,6 +47,10 @@ struct PlannerOptions {
   // counted run in steps that prefill makes long; those that are gathered run in shorter ones, and
   // so are fewer at a time.
   double most_kv_share = 1.2;
+  // Times that many decodes, those with which it goes on gathering.  Under an overload they swing
+  // around what one instance holds: without this the plan is left at the first swing, and not
+  // entered again, since a colocated fleet has more of them.
+  double kept_room = 1.25;
   // Output tokens that arrive, over what the gathering instances generate in steps of decodes
   // alone.  More than they can: the others take some, and steps of fewer decodes are shorter.
   // Beyond, answers are what the fleet lacks.
