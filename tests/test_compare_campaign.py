@@ -112,7 +112,7 @@ def campaign(tmp_path: Path) -> Campaign:
         tbt_slos_ms=(6000.0, 5000.0),
         scale=0.5,
         traces=None,
-        requests=12,
+        duration_s=0.3,
         repetitions=1,
         resolution=0.7,
         seed=1,
@@ -202,7 +202,7 @@ def test_figures_of_other_options_are_neither_used_nor_overwritten(campaign: Cam
     pytest.importorskip("matplotlib")
     campaign = replace(campaign, tbt_slos_ms=(6000.0,))
     campaign.run(Toys().system, PROVENANCE)
-    other = replace(campaign, requests=13)
+    other = replace(campaign, duration_s=0.4)
     assert other.found() == ([], ["fixed:20,5 at 6000 ms"])
     with pytest.raises(ConfigError, match="holds a comparison with other options"):
         other.check()
@@ -238,7 +238,7 @@ def test_policies_that_predict_are_told_the_latencies_that_are_known(tmp_path: P
         (("--systems", "stock", "stock"), "--systems has a value twice: stock stock"),
         (("--tbt-slo-ms", "50", "50"), "--tbt-slo-ms has a value twice: 50 50"),
         (("--workloads", "azure-code"), "workload azure-code is not part of the package"),
-        (("--requests", "7"), "'7' is not a whole number of at least 8"),
+        (("--duration-s", "0"), "'0' is not a number above 0"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(

@@ -2,10 +2,10 @@
 
 SmolLM2-135M on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO is one comparison
 as `dynaserve bench compare` makes it. In each repetition every system is started once, and once for each SLO where it goes by it. While
-it runs it has its turn of every workload: all requests at once (which warms it up, and the first time tells its saturation rate), then
-the search for its capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output
-folder: a run that was stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over
-all workloads for each SLO.
+it runs it has its turn of every workload: a request for each second of a run, all at once (which warms it up, and the first time tells
+its saturation rate), then the search for its capacity, from the highest one on that the comparison has found so far. Finished turns
+stay in the output folder: a run that was stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end
+there is one table over all workloads for each SLO.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Form:
     workloads: tuple[str, ...]
     systems: tuple[str, ...]
     tbt_slos_ms: tuple[float, ...]
-    requests: int
+    duration_s: float
     repetitions: int
     resolution: float
 
@@ -54,12 +54,12 @@ FULL = Form(
     workloads=("azure-code", "azure-conv", "arxiv-summarization", "mini-reasoning", "hybrid"),
     systems=tuple(CANDIDATES),
     tbt_slos_ms=(100.0, 50.0),
-    requests=100,
+    duration_s=120.0,
     repetitions=3,
     resolution=0.05,
 )
 # The search ends as soon as one rate has passed and the next one has not.
-QUICK = Form(("azure-code", "azure-conv"), (STOCK, SLO_COLOCATED, OURS), (100.0,), requests=10, repetitions=1, resolution=0.7)
+QUICK = Form(("azure-code", "azure-conv"), (STOCK, SLO_COLOCATED, OURS), (100.0,), duration_s=10.0, repetitions=1, resolution=0.7)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
         tbt_slos_ms=args.tbt_slo_ms or form.tbt_slos_ms,
         scale=args.scale,
         traces=args.traces,
-        requests=args.requests or form.requests,
+        duration_s=args.duration_s or form.duration_s,
         repetitions=args.repetitions or form.repetitions,
         resolution=args.resolution or form.resolution,
         seed=args.seed,
@@ -148,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scale", type=positive, default=0.25, metavar="X", help=f"lengths times X; above {MOST_TOKENS} tokens left out {DEFAULT}"
     )
-    parser.add_argument("--requests", type=whole(8), metavar="N", help=f"of each run {both('requests')}")
+    parser.add_argument(
+        "--duration-s", type=positive, metavar="T", help=f"of each run; several times as long as an answer takes {both('duration_s')}"
+    )
     parser.add_argument("--repetitions", type=whole(1), metavar="N", help=f"searches of each system {both('repetitions')}")
     parser.add_argument("--resolution", type=positive, metavar="X", help=f"lowest failed / highest passed - 1 {both('resolution')}")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"of the requests and arrivals {DEFAULT}")

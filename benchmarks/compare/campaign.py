@@ -39,7 +39,7 @@ class Campaign:
     tbt_slos_ms: Sequence[float]
     scale: float
     traces: Path | None
-    requests: int
+    duration_s: float
     repetitions: int
     resolution: float
     seed: int
@@ -51,7 +51,7 @@ class Campaign:
         now, rather than when systems have started."""
         compare_plots.check_installed()
         for workload, tbt_slo_ms in self._comparisons():
-            replay.plan_requests(replace(self._replay(workload, tbt_slo_ms), rate_per_s=1.0))
+            replay.plan_requests(replace(self._replay(workload, tbt_slo_ms), rate_per_s=1.0, duration_s=None, requests=1))
             if holds_other(folder := self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)):
                 raise ConfigError(f"{folder} holds a comparison with other options: take another --output, or delete it")
 
@@ -132,7 +132,7 @@ class Campaign:
 
     def _options(self, workload: str, tbt_slo_ms: float) -> dict[str, Any]:
         """All that decides what a turn measures, as JSON gives it back."""
-        common = {name: getattr(self, name) for name in ("scale", "requests", "resolution", "seed", "max_client_lag_ms")}
+        common = {name: getattr(self, name) for name in ("scale", "duration_s", "resolution", "seed", "max_client_lag_ms")}
         systems = {name: asdict(CANDIDATES[name]) for name in self.systems}
         traces = None if self.traces is None else str(self.traces.resolve())
         own = {"workload": workload, "tbt_slo_ms": tbt_slo_ms, "systems": systems, "traces": traces, "dtype": fast_dtype()}
@@ -152,7 +152,7 @@ class Campaign:
     def _replay(self, workload: str, tbt_slo_ms: float) -> ReplayOptions:
         requests = ["--workload", workload, "--scale", f"{self.scale:g}", "--max-total-tokens", str(MOST_TOKENS), "--drawn"]
         traces = [] if self.traces is None else ["--traces", str(self.traces)]
-        length = ["--requests", str(self.requests), "--seed", str(self.seed)]
+        length = ["--duration-s", f"{self.duration_s:g}", "--seed", str(self.seed)]
         limits = ["--max-client-lag-ms", f"{self.max_client_lag_ms:g}", "--timeout-s", f"{REQUEST_TIMEOUT_S:g}"]
         return options.parse(["--url", "http://not-started", *requests, *traces, *length, "--tbt-slo-ms", f"{tbt_slo_ms:g}", *limits])
 

@@ -20,6 +20,7 @@ from dynaserve.errors import ConfigError
 from workloads.trace import TraceRequest
 
 ATTEMPTS = 3
+FEWEST_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,12 @@ def run(
 
 
 def saturation(opts: ReplayOptions, seed: int) -> float:
-    """Requests per second when the `requests` of the options are all sent at once. Raises ConfigError if none is answered."""
-    planned = replay.plan_requests(replace(opts, rate_per_s=1.0, duration_s=None, seed=seed))
+    """Requests per second when the `requests` of the options, or one for each second of their duration, are all sent at once.
+
+    Raises ConfigError if none is answered.
+    """
+    count = opts.requests or max(FEWEST_AT_ONCE, round(opts.duration_s or 0.0))
+    planned = replay.plan_requests(replace(opts, rate_per_s=1.0, duration_s=None, requests=count, seed=seed))
     requests = [replace(request, arrived_at_s=0.0) for request in planned]
     _, _, summary = _measured(opts, requests)
     if not summary.finished:
