@@ -22,8 +22,9 @@ from dynaserve.bench.systems import Running, System
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.machine import fast_dtype
 
-FIRST_SHARE, MOST_SHARE = 0.4, 4.0
-"""Of a system's saturation rate: what its search tries first, and at most."""
+FIRST_SHARE, MOST_SHARE = 0.9, 4.0
+"""Of a system's saturation rate: what its search tries first, and at most. Rates beyond what it keeps in time are given up early, others
+take the whole time: it begins high."""
 REQUEST_TIMEOUT_S = 3600.0
 
 SystemOf = Callable[[str, float, Path], System]

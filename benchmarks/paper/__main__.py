@@ -13,21 +13,23 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.paper import baselines, figures, oracle, setting, tables
+from benchmarks.paper import baselines, figures, oracle, setting, tables, why
 from benchmarks.paper.setting import Bench, Row
 from dynaserve.bench import options
 from dynaserve.errors import ConfigError
 
 COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "table1": tables.table1,
-    "table1-why": tables.table1_why,
+    "table1-why": why.table1_why,
     "table2": tables.table2,
+    "table2-why": why.table2_why,
     "table3": tables.table3,
     "table4": tables.table4,
     "figure3": figures.figure3,
     "figure5": figures.figure5,
     "figure8": figures.figure8,
     "figure9": figures.figure9,
+    "figure9-why": why.figure9_why,
     "figure10": figures.figure10,
     "figure11": figures.figure11,
     "transfer": figures.transfer,

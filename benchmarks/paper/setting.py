@@ -95,9 +95,9 @@ class Bench:
         searching = ("--rate", f"{first_per_s:g}", "--repetitions", str(self.repetitions), "--resolution", "0.03")
         return float(np.median([rate or 0.0 for rate in simulate.capacities(self.options(workload, *searching, *more))]))
 
-    def best_chunk(self, workload: str, first_per_s: float, chunks: Sequence[str] = CHUNKS) -> tuple[str, float]:
+    def best_chunk(self, workload: str, first_per_s: float, *more: str) -> tuple[str, float]:
         """The chunk of the highest capacity, as the paper tunes colocation, and that capacity."""
-        found = {chunk: self.capacity(workload, first_per_s, *chunked(chunk)) for chunk in chunks}
+        found = {chunk: self.capacity(workload, first_per_s, *chunked(chunk), *more) for chunk in CHUNKS}
         best = max(found, key=lambda chunk: found[chunk])
         return best, found[best]
 

@@ -1,18 +1,16 @@
-"""Tables 1 to 4 of the paper in the simulator, and the experiments that explain what deviates."""
+"""Tables 1 to 4 of the paper in the simulator."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 from statistics import median
 
-from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, SLO_AWARE, Bench, Row, chunked
+from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, Bench, Row, chunked
 from dynaserve.bench import latency_tables
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Options, Policy, RequestSpec, Slo
 
-SHAPES = {"table1-prefill": (8192, 32), "table1-balanced": (2048, 512), "table1-decode": (219, 1467)}
 TABLE_1: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("table1-prefill", "disagg"): (43.24, 0.19, 4.83, 5.77, 22.70, 58.09, 0.83, 100.0),
     ("table1-prefill", "coloc"): (38.94, 38.94, 39.67, 40.03, 309.68, 352.93, 1.49, 1.73),
@@ -35,92 +33,29 @@ def table1(bench: Bench) -> list[Row]:
     return rows
 
 
-def table1_why(bench: Bench) -> list[Row]:
-    """Experiments on what deviates in Table 1: each changes one thing, and has the paper's figure beside it.
-
-    The MFU that the paper's own throughput has, by this count of FLOP; the decoding instance of P2048 D512 below the rate at which it
-    preempts; P219 D1467 with more running requests; less KV memory; KV that moves at the end, over a link; and the grid as it is.
-    """
-    return [*_implied_mfu(), *_without_overload(bench), *_more_running(bench), *_less_memory(bench), *_other_steps(bench)]
-
-
-def _implied_mfu() -> Iterator[Row]:
-    size = MODELS["14b"]
-    for (shape, system), paper in TABLE_1.items():
-        prompt, output = SHAPES[shape]
-        pairs = (prompt + output) ** 2 / 2
-        flop = 2 * size.parameters * (prompt + output - 1) + 4 * size.layers * size.hidden * pairs
-        implied = 100 * paper[6] * flop / (2 * 312e12)
-        yield Row(f"{shape} {system} mean MFU % that the paper's requests/s imply", implied, (paper[0] + paper[1]) / 2)
-
-
-def _without_overload(bench: Bench) -> Iterator[Row]:
-    paper = TABLE_1["table1-balanced", "disagg"]
-    for rate in (2.0, 2.2, 2.4, 2.6):
-        found = bench.summary("table1-balanced", rate, *DISAGGREGATED)
-        yield Row(f"table1-balanced disagg at {rate}/s: preemptions", float(found.preemptions))
-        yield Row(f"table1-balanced disagg at {rate}/s: P50 TBT ms", found.tbt_ms.p50 or 0.0, paper[4])
-        yield Row(f"table1-balanced disagg at {rate}/s: P99 TBT ms", found.tbt_ms.p99 or 0.0, paper[5])
-
-
-def _more_running(bench: Bench) -> Iterator[Row]:
-    for running, system in product(("176", "208", "224", "256"), SYSTEMS):
-        paper = TABLE_1["table1-decode", system]
-        found = bench.summary("table1-decode", OVERLOAD_PER_S, *SYSTEMS[system], "--max-running", running)
-        told = f"table1-decode {system}, {running} running"
-        yield Row(f"{told}: requests/s", found.requests_per_s, paper[6])
-        yield Row(f"{told}: preemptions", float(found.preemptions))
-        yield Row(f"{told}: KV % G2", 100 * found.kv_share[1], paper[3])
-        yield Row(f"{told}: P99 TBT ms", found.tbt_ms.p99 or 0.0, paper[5])
-
-
-LESS_KV_TOKENS = "160000"
-
-
-def _less_memory(bench: Bench) -> Iterator[Row]:
-    """Of disaggregation also with a prompt's memory taken at once, as it is with steps that fit all of it."""
-    less = ("--kv-tokens", LESS_KV_TOKENS)
-    for shape in ("table1-prefill", "table1-balanced"):
-        paper = TABLE_1[shape, "coloc"]
-        found = bench.summary(shape, OVERLOAD_PER_S, *SYSTEMS["coloc"], *less)
-        told = f"{shape} coloc, {LESS_KV_TOKENS} tokens of KV"
-        yield Row(f"{told}: requests/s", found.requests_per_s, paper[6])
-        yield Row(f"{told}: KV % G2", 100 * found.kv_share[1], paper[3])
-        yield Row(f"{told}: P50 TBT ms", found.tbt_ms.p50 or 0.0, paper[4])
-    paper = TABLE_1["table1-prefill", "disagg"]
-    found = bench.summary("table1-prefill", OVERLOAD_PER_S, "--policy", "disaggregated", "--chunk", "8192", *less)
-    for index in range(2):
-        told = f"table1-prefill disagg, {LESS_KV_TOKENS} tokens of KV, chunk 8192: KV % G{index + 1}"
-        yield Row(told, 100 * found.kv_share[index], paper[2 + index])
-
-
-def _other_steps(bench: Bench) -> Iterator[Row]:
-    shape = "table1-prefill"
-    paper = TABLE_1[shape, "disagg"]
-    for moves, rate in (("blocks", "25"), ("blocks", "50"), ("end", "25"), ("end", "50")):
-        found = bench.summary(shape, OVERLOAD_PER_S, *DISAGGREGATED, "--kv-transfer", moves, "--kv-gbytes-per-s", rate)
-        yield Row(f"{shape} disagg, KV by {moves} over {rate} GB/s: P99 TBT ms", found.tbt_ms.p99 or 0.0, paper[5])
-    found = bench.summary(shape, OVERLOAD_PER_S, *DISAGGREGATED, "--cost-scale", "1", "--overhead-ms", "0.01")
-    yield Row(f"{shape} disagg, the grid as it is: requests/s", found.requests_per_s, paper[6])
-    yield Row(f"{shape} disagg, the grid as it is: P50 TBT ms", found.tbt_ms.p50 or 0.0, paper[4])
+TABLE_2 = {"coloc": (4.6, 316.32), "disagg": (5.9, 399.31), "dynamic": (7.4, 473.84)}
+"""Capacity in requests/s, and goodput there in tokens/s."""
 
 
 def table2(bench: Bench) -> list[Row]:
     """Capacity of the hybrid workload, and goodput at that rate."""
-    chunk, colocated = bench.best_chunk("hybrid", 4.0)
-    systems = {
-        f"coloc, chunk {chunk}": (chunked(chunk), colocated, 4.6, 316.32),
-        "disagg": (DISAGGREGATED, None, 5.9, 399.31),
-        "SLO-aware coloc": (SLO_AWARE, None, None, None),
-        "dynamic": (DYNAMIC, None, 7.4, 473.84),
-    }
+    return capacities_and_goodput(bench, "hybrid")
+
+
+def capacities_and_goodput(bench: Bench, workload: str, *more: str) -> list[Row]:
+    """Of that workload with the systems of Table 2, and its figures beside them."""
+    first_per_s = 4.0
+    chunk, colocated = bench.best_chunk(workload, first_per_s, *more)
+    systems = {"coloc": chunked(chunk), "disagg": DISAGGREGATED, "SLO-aware coloc": SLO_AWARE, "dynamic": DYNAMIC}
     rows = []
-    for name, (options, known, paper_per_s, paper_goodput) in systems.items():
-        capacity = known if known is not None else bench.capacity("hybrid", 4.0, *options)
-        rows.append(Row(f"{name}: capacity, requests/s", capacity, paper_per_s))
+    for name, options in systems.items():
+        paper_per_s, paper_goodput = TABLE_2.get(name, (None, None))
+        capacity = colocated if name == "coloc" else bench.capacity(workload, first_per_s, *options, *more)
+        told = f"coloc, chunk {chunk}" if name == "coloc" else name
+        rows.append(Row(f"{told}: capacity, requests/s", capacity, paper_per_s))
         if capacity:
-            goodput = bench.summary("hybrid", capacity, "--drawn", *options).goodput_tokens_per_s
-            rows.append(Row(f"{name}: goodput there, tokens/s", goodput, paper_goodput))
+            goodput = bench.summary(workload, capacity, "--drawn", *options, *more).goodput_tokens_per_s
+            rows.append(Row(f"{told}: goodput there, tokens/s", goodput, paper_goodput))
     return rows
 
 

@@ -276,8 +276,8 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, const Sk
   choice.outcome.hand_off_ms =
       options.hand_off_price_ms + options.hand_off_price_share * choice.outcome.ttft_ms;
   if (in_answer) {
-    choice.outcome.gap_ms = std::max(
-        choice.outcome.gap_ms, continued.start_ms + decoding.decode_step_ms - computed.end_ms);
+    choice.outcome.gap_ms = std::max(choice.outcome.gap_ms,
+                                     continued.start_ms + decoding.RunningMs() - computed.end_ms);
   }
   choice.outcome.others_wait_ms =
       OthersWaitMs(computed.start_ms - now_ms,

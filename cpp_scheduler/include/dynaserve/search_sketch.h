@@ -48,8 +48,9 @@ struct SplitSearch::Sketch {
   }
   // A step of its decodes, beside prefill if there is any.
   double RunningMs() const { return queue_ms > 0.0 ? full_step_ms : decode_step_ms; }
-  // Within two steps, one that runs and one of its own, a decode that comes has a token.
-  double TwoStepsMs() const { return RunningMs() + decode_step_ms; }
+  // Within two steps, one that runs and one of its own, a decode that comes has a token.  Where
+  // prompts wait, both are full.
+  double TwoStepsMs() const { return 2.0 * RunningMs(); }
   double TokenMs() const { return full_step_ms / full_step_tokens; }
   double PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
                       std::int64_t context_tokens) const;
