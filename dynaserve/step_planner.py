@@ -24,7 +24,8 @@ from dynaserve.step_latency import (
 
 @dataclass(frozen=True, slots=True)
 class RunningDecodes:
-    """The decodes of the next step. due_s: when the first of them has to be there (its last token's time plus its TBT SLO).
+    """The decodes of the next step. due_s: when the first of them has to be there (its last token's time plus its TBT SLO); of a step
+    without decodes, when it has to end for those that are about to come.
 
     draft_tokens: what they speculate, together, which is computed as prefill is. draft_pairs: as `BatchShape.prefill_pairs`.
     """
@@ -53,7 +54,7 @@ NO_DECODES = RunningDecodes(0, 0, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """limit_ms: what the predicted step had to stay within; infinite without decodes. late: no budget could keep a deadline."""
+    """limit_ms: what the predicted step had to stay within; infinite where no decode is due. late: no budget could keep a deadline."""
 
     prefill_tokens: int
     limit_ms: float
@@ -92,9 +93,7 @@ class StepPlanner:
         table = self.profile.table
         if table is None:
             return self._unprofiled(decodes, waiting)
-        limit_ms = math.inf
-        if decodes.number:
-            limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * self.margin.share(table.sigma)
+        limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * self.margin.share(table.sigma)
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self._most_tokens(decodes), min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, decodes.shape, waiting, limits)
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
@@ -120,17 +119,21 @@ class StepPlanner:
         pairs = prefill_pairs(work.tokens, work.context_tokens)
         return table.step_ms(BatchShape(prefill_tokens=work.tokens, prefill_pairs=pairs))
 
+    def decodes_ms(self, decodes: int, context_tokens: int) -> float:
+        """Of a step of so many decodes alone, of `context_tokens` together; 0 before anything was measured."""
+        table = self.profile.table
+        if table is None:
+            return 0.0
+        pairs = float(self.speculated_tokens * context_tokens)
+        return table.step_ms(RunningDecodes(decodes, context_tokens, math.inf, decodes * self.speculated_tokens, pairs).shape)
+
     def fits(self, decodes: int, context_tokens: int, slo_ms: float) -> bool:
         """Whether a step of so many decodes alone, of `context_tokens` together, stays within the SLO.
 
         Nothing is known to be too much before anything was measured.
         """
-        table = self.profile.table
-        if table is None:
-            return True
-        pairs = float(self.speculated_tokens * context_tokens)
-        shape = RunningDecodes(decodes, context_tokens, math.inf, decodes * self.speculated_tokens, pairs).shape
-        return table.step_ms(shape) <= slo_ms * self.margin.share(table.sigma)
+        share = self.step_share
+        return share is None or self.decodes_ms(decodes, context_tokens) <= slo_ms * share
 
     def _unprofiled(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork]) -> StepPlan:
         most = self.unprofiled_prefill_tokens if decodes.number else self.max_tokens

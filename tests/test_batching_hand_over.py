@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
+from dynaserve.step_latency import BatchShape
 from tests.virtual_engine import BLOCK, Engine
 from vllm_plugin.heart import REST_S
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
@@ -31,8 +32,8 @@ def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 
     return engine
 
 
-def announce(engine: Engine, name: str) -> None:
-    plan = Plan("beta", HAND_OFF, f"t-{name}", "torch", [WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""})])
+def announce(engine: Engine, name: str, hand_off: int = HAND_OFF) -> None:
+    plan = Plan("beta", hand_off, f"t-{name}", "torch", [WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""})])
     engine.add(name, PROMPT, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
 
 
@@ -149,6 +150,47 @@ def test_the_step_that_resumes_a_beta_is_short_if_its_tokens_came_long_before_it
         assert scheduled["beta"] == 1
         sizes[waited] = scheduled["prompt"]
     assert sizes[4] < 0.8 * sizes[1]
+
+
+@pytest.mark.parametrize("hand_off", [PROMPT, HAND_OFF])
+def test_an_instance_without_decodes_has_short_steps_while_an_answer_is_about_to_come(tmp_path: Path, hand_off: int) -> None:
+    engine = instance(tmp_path)
+    announce(engine, "beta", hand_off)
+    engine.add("prompt", 3000, 1)
+    own_ms = engine.machine.step_ms(BatchShape(decodes=1, decode_context_tokens=PROMPT))
+    for _ in range(3):
+        assert engine.step()["prompt"] > 100
+        assert engine.steps_ms[-1] < 100.0 - own_ms
+    known_s = engine.now_s
+    engine.step()  # it had begun when the answer came
+    assert engine.scheduler.continue_request("beta", hand_off, [9] * (hand_off - PROMPT + 1), 1e3 * (engine.now_s - known_s))
+    engine.scheduler.finished_recving_kv_req_ids.add("beta")  # its KV was here before
+    while "beta" not in engine.token_times_s:
+        engine.step()
+    assert engine.token_times_s["beta"][0] - known_s < 0.1
+
+
+def test_an_instance_without_decodes_has_long_steps_while_a_prompt_is_about_to_come(tmp_path: Path) -> None:
+    engine = instance(tmp_path)
+    announce(engine, "beta", PROMPT - 1)
+    engine.add("prompt", 3000, 1)
+    assert engine.step()["prompt"] > 500
+
+
+def test_a_beta_is_due_since_its_tokens_were_known_here(tmp_path: Path) -> None:
+    sizes = {}
+    for known_for_ms in (0.0, 60.0):
+        engine = instance(tmp_path)
+        decode(engine, 4)
+        announce(engine, "beta")
+        assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, known_for_ms)
+        engine.arrived.add("beta")
+        engine.step()
+        engine.add("prompt", 3000, 1)
+        scheduled = engine.step()
+        assert scheduled["beta"] == 1
+        sizes[known_for_ms] = scheduled["prompt"]
+    assert sizes[60.0] < 0.6 * sizes[0.0]
 
 
 def test_blocks_are_taken_back_for_whole_chunks_however_small_the_last_one_was(tmp_path: Path) -> None:

@@ -75,6 +75,16 @@ def test_without_decodes_a_step_is_as_large_as_pays_off() -> None:
     assert not plan.late
 
 
+def test_without_decodes_a_step_ends_before_one_that_is_about_to_come_is_due() -> None:
+    alone = planner(ProfileTable(MACHINE))
+    arriving = RunningDecodes(0, 0, due_s=5.06)
+    plan = alone.plan(arriving, [PrefillWork(5000)], now_s=5.0)
+    assert plan.limit_ms == alone.plan(running(11, due_s=5.06), [PrefillWork(5000)], now_s=5.0).limit_ms
+    assert plan.predicted_ms is not None
+    assert 0.9 * plan.limit_ms < plan.predicted_ms <= plan.limit_ms
+    assert math.isinf(alone.plan(NO_DECODES, [PrefillWork(5000)], now_s=5.0).limit_ms)
+
+
 def test_a_late_step_is_caught_up_by_the_next() -> None:
     table = ProfileTable(MACHINE)
     on_time = planner(table).plan(running(10, due_s=1.1), [PrefillWork(5000)], now_s=1.0)

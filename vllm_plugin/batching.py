@@ -58,7 +58,10 @@ _COMPUTED_TOKENS = attrgetter("num_computed_tokens")
 
 @dataclass(slots=True)
 class _Batch:
-    """What is ready to run. due_s: of the first decode. draft_tokens, draft_pairs: what the decodes speculate."""
+    """What is ready to run. due_s: of the first decode. draft_tokens, draft_pairs: what the decodes speculate.
+
+    arriving_due_s: when a step has to end so that requests which come in the midst of their answers get their next tokens in time.
+    """
 
     decodes: int
     context_tokens: int
@@ -66,9 +69,12 @@ class _Batch:
     prefills: list[Request]
     draft_tokens: int = 0
     draft_pairs: float = 0.0
+    arriving_due_s: float = math.inf
 
     def running(self) -> RunningDecodes:
-        return RunningDecodes(self.decodes, self.context_tokens, self.due_s, self.draft_tokens, self.draft_pairs)
+        # Beside decodes steps are short anyway; without them one may take a second.
+        due_s = self.due_s if self.decodes else self.arriving_due_s
+        return RunningDecodes(self.decodes, self.context_tokens, due_s, self.draft_tokens, self.draft_pairs)
 
 
 class SloScheduler(ResumingFirst):
@@ -188,8 +194,12 @@ class SloScheduler(ResumingFirst):
     def _look_at_arriving(self, request: Request, batch: _Batch, now_s: float) -> None:
         """A request whose KV comes from elsewhere: its clock runs since its tokens are known, and it runs as soon as its KV is here."""
         if request.num_output_tokens:
-            self.deadlines.took_over(request.request_id, now_s)
+            self.deadlines.took_over(request.request_id, now_s - self.known_for_s(request))
         if not self.has_arrived(request):
+            if self.hands_over_in_answer(request):
+                own_ms = self.accounts.planner.decodes_ms(1, request.num_tokens)
+                due_s = now_s + self.deadlines.tbt_s[request.request_id] - 1e-3 * own_ms
+                batch.arriving_due_s = min(batch.arriving_due_s, due_s)
             return
         if not self.is_decode(request):
             batch.prefills.append(request)

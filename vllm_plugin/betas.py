@@ -199,6 +199,14 @@ class BetaScheduler(Scheduler):
             # scheduler.py:1076 asserts num_computed <= num_prompt for requests that still owe prefill statistics.
             request.prefill_stats = None
 
+    def hands_over_in_answer(self, request: Request) -> bool:
+        micro = self.micro.betas.get(request.request_id)
+        return micro is not None and micro.plan.hand_off_at is not None and micro.plan.hand_off_at >= request.num_prompt_tokens
+
+    def known_for_s(self, request: Request) -> float:
+        micro = self.micro.by_id.get(request.request_id)
+        return 0.0 if micro is None else 1e-3 * micro.step_rest_ms
+
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         micro = self.micro.betas.get(request.request_id)
         if micro is None:

@@ -75,6 +75,14 @@ class ResumingFirst(Scheduler):
         """All of its KV."""
         return request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self.finished_recving_kv_req_ids
 
+    def hands_over_in_answer(self, request: Request) -> bool:
+        """Whether it comes from another instance that has a part of its answer: its client waits for its next token."""
+        return False
+
+    def known_for_s(self, request: Request) -> float:
+        """How long this instance had known the newest token of such a request when its engine learnt of it."""
+        return 0.0
+
     @staticmethod
     def is_decode(request: Request) -> bool:
         """Nothing but its last token is to be computed before it samples."""

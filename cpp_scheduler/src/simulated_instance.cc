@@ -57,6 +57,12 @@ std::int64_t SimulatedInstance::MoveEnd(std::uint32_t request, std::int64_t end,
   return moved > 0 ? moved : move_in(waiting_);
 }
 
+void SimulatedInstance::ExpectNoMore(std::int64_t prompt) {
+  const auto found = std::ranges::find(expected_, prompt);
+  assert(found != expected_.end());
+  expected_.erase(found);
+}
+
 double SimulatedInstance::BeginStep(double now_ms) {
   assert(!stepping_);
   if (idle()) return 0.0;
@@ -139,10 +145,15 @@ void SimulatedInstance::GatherPrefills() {
 std::int64_t SimulatedInstance::Budget() {
   const std::int64_t most = std::max<std::int64_t>(0, options_.max_step_tokens - shape_.decodes);
   if (options_.batching == Batching::kFixedChunk || work_.empty()) return most;
-  const double limit_ms = shape_.decodes > 0 ? std::max(0.0, (due_ms_ - now_ms_) * options_.margin)
-                                             : std::numeric_limits<double>::infinity();
-  const BatchLimits limits{limit_ms, options_.max_step_tokens, options_.min_prefill_tokens};
+  const BatchLimits limits{LimitMs(), options_.max_step_tokens, options_.min_prefill_tokens};
   return std::min(most, ChooseBudget(*table_, shape_, work_, limits).tokens);
+}
+
+double SimulatedInstance::LimitMs() const {
+  if (shape_.decodes > 0) return std::max(0.0, (due_ms_ - now_ms_) * options_.margin);
+  if (expected_.empty()) return std::numeric_limits<double>::infinity();
+  const BatchShape own{.decodes = 1, .decode_context_tokens = std::ranges::max(expected_)};
+  return std::max(0.0, (options_.slo_ms - table_->StepMs(own)) * options_.margin);
 }
 
 void SimulatedInstance::Spend(std::int64_t budget) {

@@ -55,6 +55,7 @@ class Simulation {
         scheduler_(options.placement, Predicts(options.placement.policy) ? &table : nullptr),
         random_(options.seed),
         betas_(requests.size(), kNowhere),
+        expected_(requests.size(), false),
         sent_tokens_(requests.size(), 0),
         arrived_ms_(requests.size(), 0.0),
         last_token_ms_(requests.size(), -1.0) {
@@ -89,6 +90,7 @@ class Simulation {
       events_.pop();
       now_ms_ = event.at_ms;
       if (event.is_hand_off) {
+        ExpectAtBeta(event.beta.request, false);
         instances_[event.instance].Add(event.beta);
         instances_[event.from].ReleaseKv(event.beta.computed);
         Wake(event.from);
@@ -129,6 +131,7 @@ class Simulation {
         betas_[number] = index_.at(placement->beta->instance_id);
         pending_[at].push_back(number);
         result_.outcomes[number].split_token = alpha.end;
+        ExpectAtBeta(number, alpha.end >= request.prompt_tokens);
       }
     }
     instances_[at].Add(alpha);
@@ -167,6 +170,19 @@ class Simulation {
 
   bool IsAlphaOfTwo(const SimulatedSequence& sequence) const {
     return !sequence.is_beta && betas_[sequence.request] != kNowhere;
+  }
+
+  // Whether it is going to come there with a part of its answer.
+  void ExpectAtBeta(std::uint32_t number, bool expects) {
+    if (expected_[number] == expects) return;
+    expected_[number] = expects;
+    SimulatedInstance& beta = instances_[betas_[number]];
+    const std::int64_t prompt = requests_[number].prompt_tokens;
+    if (expects) {
+      beta.Expect(prompt);
+    } else {
+      beta.ExpectNoMore(prompt);
+    }
   }
 
   // What has been sent stays sent, also when alpha computes its KV again.
@@ -233,6 +249,7 @@ class Simulation {
       if (moved == 0) throw std::logic_error("a pending hand-off without its alpha");
       result_.outcomes[number].split_token = stays ? 0 : moved;
       ++(stays ? result_.lifted : result_.moved);
+      ExpectAtBeta(number, !stays && moved >= request.prompt_tokens);
       if (stays) betas_[number] = kNowhere;
       return stays;
     });
@@ -271,6 +288,7 @@ class Simulation {
   std::vector<SimulatedInstance> instances_;
   std::vector<double> step_ms_;
   std::vector<std::uint32_t> betas_;
+  std::vector<bool> expected_;                       // by beta, with a part of the answer
   std::vector<std::vector<std::uint32_t>> pending_;  // hand-offs to come, by alpha's instance
   std::vector<std::int64_t> sent_tokens_;            // of KV, by request
   std::vector<double> arrived_ms_;                   // the last of it, by request

@@ -189,6 +189,29 @@ TEST(EveryTokenIsComputedOnceUnderEveryPolicy) {
   }
 }
 
+TEST(StepsAreShortWhileAnAnswerIsAboutToCome) {
+  const ProfileTable table = Linear(10.0, 0.1);
+  EngineOptions engine;
+  engine.batching = Batching::kSlo;
+  engine.slo_ms = 50.0;
+  SimulatedInstance instance(table, engine);
+  instance.Add({0, false, 2000, 0, 2000, 2010, 0.0, false});
+  std::vector<StepResult> results;
+  const auto step = [&](double now_ms) {
+    const double step_ms = instance.BeginStep(now_ms);
+    instance.EndStep(now_ms + step_ms, step_ms, results);
+    return step_ms;
+  };
+  instance.Expect(100);
+  instance.Expect(200);
+  const double short_ms = step(0.0);  // the one that comes has a step of 10.1 ms left
+  CHECK(short_ms > 35.0 && short_ms <= 39.9);
+  instance.ExpectNoMore(200);
+  CHECK(Near(step(100.0), short_ms));
+  instance.ExpectNoMore(100);
+  CHECK(step(200.0) > 140.0);  // all that is left
+}
+
 TEST(AStrideOfNothingIsRefused) {
   SimulationOptions options = Fleet(2, Policy::kExhaustive);
   options.placement.stride_tokens = 0;

@@ -87,6 +87,12 @@ class SimulatedInstance {
   // is further.  Returns where; 0: it is not here.  Requires that no step is under way.
   std::int64_t MoveEnd(std::uint32_t request, std::int64_t end, bool keeps_kv);
 
+  // A request of `prompt` tokens is about to come in the midst of its answer, or has come or is not
+  // coming any more: until then steps without decodes are short enough for it (kSlo).
+  void Expect(std::int64_t prompt) { expected_.push_back(prompt); }
+  // Requires that it was expected.
+  void ExpectNoMore(std::int64_t prompt);
+
   // Forms the next step and returns its predicted latency; 0: there is nothing to run, or nothing
   // can run before KV is released.
   // Requires that the step before it was ended.
@@ -111,6 +117,7 @@ class SimulatedInstance {
   void GatherDecodes(double now_ms);
   void GatherPrefills();
   std::int64_t Budget();
+  double LimitMs() const;
   void Spend(std::int64_t budget);
   void Preempt();
 
@@ -121,6 +128,7 @@ class SimulatedInstance {
   std::vector<SimulatedSequence> running_;  // in order of admission
   std::int64_t kv_used_ = 0;                // kept_kv_ included
   std::int64_t kept_kv_ = 0;
+  std::vector<std::int64_t> expected_;  // prompts of requests that are about to come
   bool stepping_ = false;
   bool preempted_ = false;  // while this step was formed
   InstanceUse use_;
