@@ -99,7 +99,7 @@ void SplitSearch::TryInAnswer(std::span<const SearchInstance> instances,
       }
     }
     const Draft* next = nullptr;
-    double next_ms = kWorthProbing * best.objective_ms;
+    double next_ms = WorthProbingMs(best.objective_ms);
     for (const Draft& draft : drafts_) {
       if (draft.objective_ms >= next_ms || WasTried(draft)) continue;
       next = &draft;

@@ -342,7 +342,7 @@ void SplitSearch::Refine(std::span<const SearchInstance> instances, const Search
   ChartPairs(instances, request, options, now_ms, best.objective_ms, probes);
   while (probes < kMostProbes) {
     Draft* next = nullptr;
-    double next_ms = kWorthProbing * best.objective_ms;
+    double next_ms = WorthProbingMs(best.objective_ms);
     for (Draft& draft : drafts_) {
       if (draft.objective_ms < next_ms && !draft.is_probed) {
         next = &draft;

@@ -1,6 +1,7 @@
 // One instance as the closed forms of SplitSearch see it.  Only for its own sources.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -9,7 +10,12 @@
 
 namespace dynaserve {
 
-inline constexpr double kWorthProbing = 0.998;  // of the best so far
+// What has to be guessed below, to be predicted.  The objective is mostly queue where a fleet is
+// busy: a share of it alone would be more than most cuts gain.
+inline double WorthProbingMs(double best_ms) {
+  constexpr double kLeastGainShare = 0.002, kLeastGainMs = 2.0;
+  return best_ms - std::min(kLeastGainShare * best_ms, kLeastGainMs);
+}
 
 struct SplitSearch::Sketch {
   std::size_t index = 0;
