@@ -345,6 +345,23 @@ def test_a_push_larger_than_a_piece_arrives(pair: Pair) -> None:
     assert [b.call("block", i) for i in blocks[::-1]] == [a.call("block", i) for i in blocks]
 
 
+@pytest.mark.parametrize("block_bytes", [64, 8, 12, 5])
+@pytest.mark.parametrize("offset", [0, 16, 3])
+def test_blocks_of_any_size_and_place_are_copied(block_bytes: int, offset: int) -> None:
+    memory = torch.arange(offset + 2 * BLOCKS * block_bytes).to(torch.uint8)[offset:]
+    kv = KvLayers(list(memory.view(2, BLOCKS, block_bytes)))
+    before = memory.view(2, BLOCKS, block_bytes).clone()
+    transport = TorchTransport("w", "127.0.0.1", kv)
+    try:
+        staging = torch.empty(3 * kv.block_bytes, dtype=torch.uint8)
+        transport._scatter(transport._gather(staging, [5, 0, 2]), [7, 1, 8])
+    finally:
+        transport.close()
+    sources = list(range(BLOCKS))
+    sources[7], sources[1], sources[8] = 5, 0, 2
+    assert torch.equal(memory.view(2, BLOCKS, block_bytes), before[:, sources])
+
+
 def test_two_workers_push_into_each_other_at_once(pair: Pair) -> None:
     a, b = pair
     sources, targets = list(range(32)), list(range(32, 64))
