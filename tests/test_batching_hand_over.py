@@ -134,22 +134,24 @@ def test_several_betas_that_become_ready_together_run_together(tmp_path: Path) -
     assert sum(name.startswith("beta") for name in engine.step()) == 5
 
 
-def test_the_step_that_resumes_a_beta_is_short_if_its_tokens_came_long_before_its_kv(tmp_path: Path) -> None:
-    sizes = {}
-    for waited in (1, 4):
-        engine = instance(tmp_path)
-        decode(engine, 4)
-        announce(engine, "beta")
-        assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, 0.0)
-        for _ in range(waited - 1):
-            engine.step()
-        engine.arrived.add("beta")
+def prefill_beside_resuming(folder: Path, *, known_for_ms: float = 0.0, steps_until_kv: int = 1) -> int:
+    """Tokens of a prompt in the step that resumes a beta. known_for_ms: its tokens, when the engine learnt of them."""
+    engine = instance(folder)
+    decode(engine, 4)
+    announce(engine, "beta")
+    assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, known_for_ms)
+    for _ in range(steps_until_kv - 1):
         engine.step()
-        engine.add("prompt", 3000, 1)
-        scheduled = engine.step()
-        assert scheduled["beta"] == 1
-        sizes[waited] = scheduled["prompt"]
-    assert sizes[4] < 0.8 * sizes[1]
+    engine.arrived.add("beta")
+    engine.step()
+    engine.add("prompt", 3000, 1)
+    scheduled = engine.step()
+    assert scheduled["beta"] == 1
+    return scheduled["prompt"]
+
+
+def test_the_step_that_resumes_a_beta_is_short_if_its_tokens_came_long_before_its_kv(tmp_path: Path) -> None:
+    assert prefill_beside_resuming(tmp_path, steps_until_kv=4) < 0.8 * prefill_beside_resuming(tmp_path)
 
 
 @pytest.mark.parametrize("hand_off", [PROMPT, HAND_OFF])
@@ -178,19 +180,7 @@ def test_an_instance_without_decodes_has_long_steps_while_a_prompt_is_about_to_c
 
 
 def test_a_beta_is_due_since_its_tokens_were_known_here(tmp_path: Path) -> None:
-    sizes = {}
-    for known_for_ms in (0.0, 60.0):
-        engine = instance(tmp_path)
-        decode(engine, 4)
-        announce(engine, "beta")
-        assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, known_for_ms)
-        engine.arrived.add("beta")
-        engine.step()
-        engine.add("prompt", 3000, 1)
-        scheduled = engine.step()
-        assert scheduled["beta"] == 1
-        sizes[known_for_ms] = scheduled["prompt"]
-    assert sizes[60.0] < 0.6 * sizes[0.0]
+    assert prefill_beside_resuming(tmp_path, known_for_ms=60.0) < 0.6 * prefill_beside_resuming(tmp_path)
 
 
 def test_blocks_are_taken_back_for_whole_chunks_however_small_the_last_one_was(tmp_path: Path) -> None:

@@ -55,7 +55,6 @@ class Simulation {
         scheduler_(options.placement, Predicts(options.placement.policy) ? &table : nullptr),
         random_(options.seed),
         betas_(requests.size(), kNowhere),
-        expected_(requests.size(), false),
         sent_tokens_(requests.size(), 0),
         arrived_ms_(requests.size(), 0.0),
         last_token_ms_(requests.size(), -1.0) {
@@ -90,7 +89,9 @@ class Simulation {
       events_.pop();
       now_ms_ = event.at_ms;
       if (event.is_hand_off) {
-        ExpectAtBeta(event.beta.request, false);
+        if (Shows(event.beta.request, event.beta.computed)) {
+          instances_[event.instance].ExpectNoMore(event.beta.prompt);
+        }
         instances_[event.instance].Add(event.beta);
         instances_[event.from].ReleaseKv(event.beta.computed);
         Wake(event.from);
@@ -131,7 +132,9 @@ class Simulation {
         betas_[number] = index_.at(placement->beta->instance_id);
         pending_[at].push_back(number);
         result_.outcomes[number].split_token = alpha.end;
-        ExpectAtBeta(number, alpha.end >= request.prompt_tokens);
+        if (Shows(number, alpha.end)) {
+          instances_[betas_[number]].Expect(request.prompt_tokens);
+        }
       }
     }
     instances_[at].Add(alpha);
@@ -172,17 +175,9 @@ class Simulation {
     return !sequence.is_beta && betas_[sequence.request] != kNowhere;
   }
 
-  // Whether it is going to come there with a part of its answer.
-  void ExpectAtBeta(std::uint32_t number, bool expects) {
-    if (expected_[number] == expects) return;
-    expected_[number] = expects;
-    SimulatedInstance& beta = instances_[betas_[number]];
-    const std::int64_t prompt = requests_[number].prompt_tokens;
-    if (expects) {
-      beta.Expect(prompt);
-    } else {
-      beta.ExpectNoMore(prompt);
-    }
+  // Whether a hand-off there shows between two tokens of the answer.
+  bool Shows(std::uint32_t number, std::int64_t split_token) const {
+    return split_token >= requests_[number].prompt_tokens;
   }
 
   // What has been sent stays sent, also when alpha computes its KV again.
@@ -247,9 +242,13 @@ class Simulation {
       const bool stays = end >= last;
       const std::int64_t moved = instances_[at].MoveEnd(number, std::min(end, last), !stays);
       if (moved == 0) throw std::logic_error("a pending hand-off without its alpha");
+      SimulatedInstance& beta = instances_[betas_[number]];
+      if (Shows(number, result_.outcomes[number].split_token)) {
+        beta.ExpectNoMore(request.prompt_tokens);
+      }
+      if (!stays && Shows(number, moved)) beta.Expect(request.prompt_tokens);
       result_.outcomes[number].split_token = stays ? 0 : moved;
       ++(stays ? result_.lifted : result_.moved);
-      ExpectAtBeta(number, !stays && moved >= request.prompt_tokens);
       if (stays) betas_[number] = kNowhere;
       return stays;
     });
@@ -288,7 +287,6 @@ class Simulation {
   std::vector<SimulatedInstance> instances_;
   std::vector<double> step_ms_;
   std::vector<std::uint32_t> betas_;
-  std::vector<bool> expected_;                       // by beta, with a part of the answer
   std::vector<std::vector<std::uint32_t>> pending_;  // hand-offs to come, by alpha's instance
   std::vector<std::int64_t> sent_tokens_;            // of KV, by request
   std::vector<double> arrived_ms_;                   // the last of it, by request
