@@ -17,7 +17,7 @@ from dynaserve.bench.capacity import Repetition, SearchOptions, following
 from dynaserve.bench.measures import Slo, summarize
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.search import highest_rate
-from dynaserve.bench.verdict import LostCause, growth, why_not_sustained
+from dynaserve.bench.verdict import LostCause, growth, promising_share, why_not_sustained
 from tests.completion_server import Act, CompletionServer, running_server
 
 SLO = Slo(100.0)
@@ -56,6 +56,35 @@ def test_a_search_that_begins_near_the_capacity_takes_small_steps_first() -> Non
     assert (found.passed_per_s, found.failed_per_s) == pytest.approx((1.1 * 1.1, 1.1 * 1.21))
 
 
+@given(truth=st.floats(0.11, 90.0), first=st.floats(0.1, 100.0), shares=st.lists(st.floats(0.0, 1.0), min_size=60, max_size=60))
+def test_the_search_brackets_the_capacity_whatever_failures_promise(truth: float, first: float, shares: list[float]) -> None:
+    tried: list[float] = []
+
+    def passes(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= truth
+
+    found = highest_rate(passes, first, 0.1, 0.1, 100.0, promising=lambda failed: failed * shares[len(tried)])
+    assert found.passed_per_s is not None
+    assert found.failed_per_s is not None
+    assert found.passed_per_s <= truth < found.failed_per_s <= found.passed_per_s * 1.1
+    assert len(tried) == len(set(tried))
+
+
+def test_a_search_goes_where_a_failure_leads_it_and_to_its_least_rate_where_nothing_is_near() -> None:
+    tried: list[float] = []
+
+    def passes(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= 5.2
+
+    highest_rate(passes, 10.0, 0.1, 0.1, 100.0, promising=lambda _: 5.0)
+    assert tried == pytest.approx([10.0, 5.0, 5.5])
+    tried.clear()
+    highest_rate(passes, 10.0, 0.1, 0.1, 100.0, promising=lambda _: 0.0)
+    assert tried[:3] == pytest.approx([10.0, 0.1, 1.0])
+
+
 def record(index: int, sent_s: float, wait_s: float, gap_s: float = 0.02, tokens: int = 5, failure: Failure | None = None) -> RequestRecord:
     times = [sent_s + wait_s + gap_s * number for number in range(tokens)]
     return RequestRecord(index, "", 10, tokens, sent_s, sent_s, times[-1], times, "usage", 10, tokens, "length", 200, failure)
@@ -79,6 +108,18 @@ def verdict(records: list[RequestRecord], slo: Slo = SLO) -> str | None:
 def test_a_queue_that_grows_is_told_from_one_that_does_not(seed: int) -> None:
     assert verdict(queue(0.85, seed)) is None
     assert "TTFT grows" in (verdict(queue(1.15, seed)) or "")
+
+
+@pytest.mark.parametrize("load", [1.15, 1.4, 2.0])
+def test_a_queue_tells_what_may_be_sustained(load: float) -> None:
+    records = queue(load, 1)
+    assert load * promising_share(records, summarize(records, [], SLO), SLO) == pytest.approx(1.0, abs=0.1)
+
+
+def test_only_far_less_may_be_sustained_where_tokens_are_late_by_far() -> None:
+    for gap_s, share in ((0.25, 1.0), (0.35, 0.0)):
+        slow = [record(index, index * 1.0, 0.3, gap_s=gap_s) for index in range(20)]
+        assert promising_share(slow, summarize(slow, [], SLO), SLO) == share
 
 
 def test_a_queue_behind_the_first_token_is_seen() -> None:

@@ -155,9 +155,13 @@ def find(measure: Callable[[float, int], Trial], searching: SearchOptions, seed:
         trials.append(replace(run, records=()))
         return run.not_sustained is None
 
+    def promising(failed_per_s: float) -> float:
+        told = trials[-1].promising_per_s
+        return failed_per_s if told is None else told
+
     bounds = searching.least_per_s, searching.most_per_s
     step = min(search.FACTOR, 1 + searching.resolution) if searching.is_near else search.FACTOR
-    found = search.highest_rate(passes, searching.first_per_s, searching.resolution, *bounds, step)
+    found = search.highest_rate(passes, searching.first_per_s, searching.resolution, *bounds, step, promising)
     return Repetition(seed, found.passed_per_s, found.failed_per_s, trials)
 
 

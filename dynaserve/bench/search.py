@@ -22,16 +22,23 @@ class Found:
 
 
 def highest_rate(
-    passes: Callable[[float], bool], first: float, resolution: float, least: float, most: float, step: float = FACTOR
+    passes: Callable[[float], bool],
+    first: float,
+    resolution: float,
+    least: float,
+    most: float,
+    step: float = FACTOR,
+    promising: Callable[[float], float] = lambda failed: failed,
 ) -> Found:
     """Brackets the capacity from `first`, then halves the bracket (in its logarithm) to failed / passed <= 1 + resolution.
 
-    step: from `first` to the next rate; the one after it is its square, FACTOR at most.
+    step: from `first` to the next rate; the one after it is its square, FACTOR at most. promising: of the rate that failed last, the one
+    that its failure says may pass; where it is lower than a step leads, it is the next, and if it passes, then one just above it.
     Requires 0 < least <= first <= most and 1 < step. Rates outside [least, most] are not tried.
     """
     passed: float | None = None
     failed: float | None = None
-    rate = first
+    rate, is_told = first, False
     while passed is None or failed is None:
         if passes(rate):
             passed = rate
@@ -42,12 +49,15 @@ def highest_rate(
             failed = rate
             if passed is None and rate == least:
                 break
-            rate = max(least, rate / step)
+            told, stepped = promising(rate), rate / step
+            rate, is_told = max(least, min(told, stepped)), least < told < stepped
         step = min(FACTOR, step * step)
     while passed is not None and failed is not None and failed / passed > 1 + resolution:
-        middle = math.sqrt(passed * failed)
-        if passes(middle):
-            passed = middle
+        rate = math.sqrt(passed * failed)
+        if is_told:
+            rate, is_told = min(rate, passed * (1 + resolution)), False
+        if passes(rate):
+            passed = rate
         else:
-            failed = middle
+            failed = rate
     return Found(passed, failed)

@@ -15,7 +15,7 @@ from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.processes import CpuTime
 from dynaserve.bench.prompts import Prompts
 from dynaserve.bench.records import RequestRecord
-from dynaserve.bench.verdict import LostCause, why_not_sustained
+from dynaserve.bench.verdict import LostCause, promising_share, why_not_sustained
 from dynaserve.errors import ConfigError
 from workloads.trace import TraceRequest
 
@@ -26,7 +26,7 @@ FEWEST_AT_ONCE = 8
 @dataclass(frozen=True)
 class Trial:
     """not_sustained: why, or None. model: what the server calls it. front_cores: that the processes in front of the servers kept busy,
-    on average; None: they are not known."""
+    on average; None: they are not known. promising_per_s: of a rate that was not sustained, as `verdict.promising_share` tells."""
 
     rate_per_s: float
     seed: int
@@ -35,6 +35,7 @@ class Trial:
     not_sustained: str | None
     records: Sequence[RequestRecord] = ()
     front_cores: float | None = None
+    promising_per_s: float | None = None
 
 
 class NotTrusted(ConfigError):
@@ -65,7 +66,8 @@ def run(
         problem = why_late(summary, opts.max_client_lag_ms)
         if problem is None:
             reason = why_not_sustained(recording.records, summary, opts.slo)
-            return Trial(rate_per_s, seed, servers[0].model, summary, reason, recording.records, front_cores)
+            promising_per_s = None if reason is None else rate_per_s * promising_share(recording.records, summary, opts.slo)
+            return Trial(rate_per_s, seed, servers[0].model, summary, reason, recording.records, front_cores, promising_per_s)
         if attempt + 1 == ATTEMPTS:
             raise NotTrusted(f"{ATTEMPTS} times in a row at {rate_per_s:.3g} requests/s {problem}")
     raise AssertionError

@@ -13,6 +13,8 @@ from dynaserve.bench.records import RequestRecord
 
 GROWTH_LIMIT = 0.05
 """Seconds of waiting that each second of arrivals adds; a server that is overloaded by 5 % adds as much."""
+FAR_TIMES = 3.0
+"""A P99 TBT above so many SLOs is not that of a rate near the capacity."""
 _SURE = 2.0
 _FEWEST = 8
 
@@ -69,9 +71,28 @@ def why_not_sustained(records: Sequence[RequestRecord], summary: Summary, slo: S
         return f"P99 TBT {summary.tbt_ms.p99:.1f} ms"
     if slo.ttft_ms is not None and summary.ttft_ms is not None and summary.ttft_ms.p99 > slo.ttft_ms:
         return f"P99 TTFT {summary.ttft_ms.p99:.1f} ms"
+    if (line := _queue(records)) is not None:
+        name, slope = line
+        return f"{name[:-3].upper()} grows by {slope:.2f} s per s"
+    return None
+
+
+def promising_share(records: Sequence[RequestRecord], summary: Summary, slo: Slo) -> float:
+    """Of the rate of a run that was not sustained: what its figures say may have been, in (0, 1], or 0 if only far less may.
+
+    Who waits g seconds longer for each second of arrivals is served 1 / (1 + g) times as fast as requests arrive.
+    """
+    if summary.tbt_ms is not None and summary.tbt_ms.p99 > FAR_TIMES * slo.tbt_ms:
+        return 0.0
+    line = _queue(records)
+    return 1.0 if line is None else 1 / (1 + line[1])
+
+
+def _queue(records: Sequence[RequestRecord]) -> tuple[str, float] | None:
+    """The latency that grows, and by how much; None: no queue does."""
     for name in ("ttft_ms", "e2e_ms"):
         pairs = [(record.sent_s, latency) for record in records if (latency := getattr(record, name)) is not None]
         line = growth([at_s for at_s, _ in pairs], [latency for _, latency in pairs])
         if line is not None and line.is_queue:
-            return f"{name[:-3].upper()} grows by {line.slope:.2f} s per s"
+            return name, line.slope
     return None
