@@ -789,6 +789,11 @@ class Scheduler:
         When a placed request would end if others came as they did lately; None under policies that do not predict, or where it should have ended.
         """
 
+    def predict_hand_off_ms(self, request_id: str, now_ms: float) -> float | None:
+        """
+        When the alpha of a placed request would reach its cut, as instances are now; None under policies that do not predict, or where it is not cut.
+        """
+
     def revise(self, request_id: str, now_ms: float) -> Revision | None:
         """
         Whether the hand-off of a request should come elsewhere, or not at all, and enters it; None: it stays.
@@ -831,10 +836,10 @@ class Scheduler:
 
 class FleetDemand:
     """
-    What the fleet has to do now: decodes that run; prompt and output tokens that arrive per millisecond, and the mean context of a decode of these.
+    What the fleet has to do now: decodes that run on average; prompt and output tokens that arrive per millisecond, and the mean context of a decode of these.
     """
 
-    def __init__(self, *, instances: int, decodes: int, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0, output_rate: float = 0.0, answer_context_tokens: float = 0.0) -> None: ...
+    def __init__(self, *, instances: int, decodes: float, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0, output_rate: float = 0.0, answer_context_tokens: float = 0.0) -> None: ...
 
 class FleetPlan:
     """

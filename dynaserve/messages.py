@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynaserve.kv_transfer.transport import Name, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Reason, TransferId, cut_reason
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -99,6 +99,14 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """The alpha of this beta, which stops in the answer, will stop in about so long: steps without decodes end in time for it. The last
+    one counts; of a beta without one it may be at any time."""
+
+    request_id: RequestId
+    in_ms: Annotated[float, Meta(ge=0.0, le=1e9)]
+
+
 class Move(msgspec.Struct, frozen=True, tag=True):
     """Change the hand-off point.
 
@@ -135,7 +143,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front-end is leaving: abort everything of its."""
 
 
-ToInstance = Hello | SenderLost | Run | Announce | Continue | Prepare | Move | Release | Abort | AddLora | Bye
+ToInstance = Hello | SenderLost | Run | Announce | Continue | Prepare | Expect | Move | Release | Abort | AddLora | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

@@ -330,6 +330,11 @@ class RequestFlow:
             return False
         return instance_id in (self.placement.alpha.instance_id, beta.instance_id)
 
+    def shows_from(self, instance_id: str) -> bool:
+        """Whether a hand-off in the answer is still to come from this instance: then the client waits for the beta's first token."""
+        pending = self.placement.alpha.instance_id == instance_id and self.pending_on(instance_id)
+        return pending and self.hand_off_at is not None and self.hand_off_at >= self.record.prompt_tokens
+
     def needs(self, side: Side) -> bool:
         """Whether this half still has a part in what becomes of the request."""
         match self.state:

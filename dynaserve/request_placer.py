@@ -201,6 +201,12 @@ class RequestPlacer:
         end_ms = self.scheduler.predict_end_ms(request_id, now_ms)
         return None if end_ms is None else end_ms - now_ms
 
+    def predict_hand_off_ms(self, request_id: str, now_ms: float) -> float | None:
+        """Until the alpha of a placed request reaches its cut, as instances are now; None under policies that do not predict, or where it
+        is not cut."""
+        at_ms = self.scheduler.predict_hand_off_ms(request_id, now_ms)
+        return None if at_ms is None else at_ms - now_ms
+
     def place_again(self, request_id: str, output_tokens: int, now_ms: float) -> Placement | None:
         """A request that has lost its instance after `output_tokens` of its answer: where it runs whole, as what is left of it.
 

@@ -199,9 +199,17 @@ class BetaScheduler(Scheduler):
             # scheduler.py:1076 asserts num_computed <= num_prompt for requests that still owe prefill statistics.
             request.prefill_stats = None
 
-    def hands_over_in_answer(self, request: Request) -> bool:
+    def expect(self, request_id: str, at_s: float) -> None:
+        """About when the alpha will stop; late messages for a request that is over are normal."""
+        micro = self.micro.betas.get(request_id)
+        if micro is not None:
+            micro.expected_s = at_s
+
+    def hands_over_s(self, request: Request, now_s: float) -> float | None:
         micro = self.micro.betas.get(request.request_id)
-        return micro is not None and micro.plan.hand_off_at is not None and micro.plan.hand_off_at >= request.num_prompt_tokens
+        if micro is None or micro.plan.hand_off_at is None or micro.plan.hand_off_at < request.num_prompt_tokens:
+            return None
+        return now_s if micro.expected_s is None or micro.end_index is not None else max(now_s, micro.expected_s)
 
     def known_for_s(self, request: Request) -> float:
         micro = self.micro.by_id.get(request.request_id)

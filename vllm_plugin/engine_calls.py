@@ -70,6 +70,11 @@ def dynaserve_continue(self: Any, request_id: str, hand_off_at: int, output_toke
     return bool(self.scheduler.continue_request(request_id, hand_off_at, output_token_ids, waited_ms))
 
 
+def dynaserve_expect(self: Any, request_id: str, at_s: float) -> None:
+    """at_s: on this machine's monotonic clock."""
+    self.scheduler.expect(request_id, at_s)
+
+
 def dynaserve_move(self: Any, request_id: str, hand_off_at: int | None) -> bool:
     return bool(self.scheduler.move_hand_off(request_id, hand_off_at))
 

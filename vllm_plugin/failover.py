@@ -39,7 +39,8 @@ MOST_LOST = 3
 
 @dataclass(eq=False)
 class Live:
-    """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances."""
+    """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances. expect_again_ms: when to look again at
+    when its hand-off, which shows, will come."""
 
     flow: RequestFlow
     request: EngineCoreRequest
@@ -47,6 +48,7 @@ class Live:
     transfer_id: str
     arrived_s: float
     chunked: bool
+    expect_again_ms: float = -math.inf
 
     @property
     def internal_id(self) -> str:

@@ -42,6 +42,7 @@ from dynaserve.messages import (
     Beat,
     Continue,
     Dropped,
+    Expect,
     FromInstance,
     Lifted,
     LoraAdded,
@@ -97,6 +98,8 @@ from vllm_plugin.stock_link import StockLink, carries
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 LOOK_AGAIN_S = 0.1
+_LOOKED_AT_AGAIN = 0.25
+"""When to predict a hand-off again: after this share of the time until it comes."""
 LEAVING = "this front-end is shutting down"
 
 
@@ -438,6 +441,8 @@ class FleetClient(Failover):
                 lives = self._on_instance(instance, now_ms)
                 self._placer.report(instance, self._progress(lives, instance, told), now_ms)
                 await self._revise(lives, instance, now_ms)
+                for live in lives:
+                    await self._expect(live, instance, now_ms)
         await self._on_events(event for event in step.events if isinstance(event, Lifted))
         if outputs is not None:
             await self._on_outputs(instance, outputs.outputs, time.monotonic() - step.sent_at_s)
@@ -534,6 +539,18 @@ class FleetClient(Failover):
                 frontend_metrics.REVISED.labels(revision.reason.name).inc()
                 await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
 
+    async def _expect(self, live: Live, alpha: str, now_ms: float) -> None:
+        """Tells the beta's instance when the alpha of a hand-off that shows is going to stop there."""
+        if now_ms < live.expect_again_ms or not live.flow.shows_from(alpha):
+            return
+        in_ms = self._placer.predict_hand_off_ms(live.internal_id, now_ms)
+        beta = live.flow.placement.beta
+        if in_ms is None or beta is None:
+            return
+        # A prediction over a long queue takes a millisecond, and says little of what is far ahead.
+        live.expect_again_ms = now_ms + _LOOKED_AT_AGAIN * in_ms
+        await self._send(beta.instance_id, Expect(self._wire_id(live, Side.BETA), in_ms))
+
     def _progress(self, lives: Iterable[Live], instance: str, told: Sequence[PromptProgress] | None) -> Iterator[RequestProgress]:
         """Of those that the instance has told, or that answer; where it has told, what it did not name has not begun, or is a beta."""
         prompts = {found[0].internal_id: prompt.computed_tokens for prompt in told or () if (found := self._find(prompt.request_id))}
@@ -575,6 +592,7 @@ class FleetClient(Failover):
                     await self._send(name, run, resumed(live.request) if tokens else live.request)
                 case SendAnnounce(instance_id=name, hand_off_at=hand_off):
                     await self._send(name, self._announce(live, hand_off), live.request)
+                    await self._expect(live, live.flow.placement.alpha.instance_id, 1e3 * time.monotonic())
                 case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=known):
                     await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, known))
                 case SendPrepare(instance_id=name):

@@ -40,6 +40,7 @@ from dynaserve.messages import (
     Dropped,
     Ended,
     Event,
+    Expect,
     FromInstance,
     Granted,
     Hello,
@@ -249,6 +250,8 @@ class Gateway:
                 self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids, time.monotonic())
             case Prepare() if self._owns(identity, message.request_id):
                 self._call("dynaserve_prepare")
+            case Expect(in_ms=in_ms) if self._owns(identity, message.request_id):
+                self._call("dynaserve_expect", message.request_id, time.monotonic() + 1e-3 * in_ms)
             case Move() if self._owns(identity, message.request_id):
                 self._spawn(self._move(message))
             case Release() if self._owns(identity, message.request_id):

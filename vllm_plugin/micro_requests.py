@@ -72,7 +72,7 @@ class MicroRequest:
 
     Of a beta: first_index, the first block that is transferred; granted_blocks, all blocks that it holds; landed_blocks, over
     all workers; end_index, the block before which the transfer ends, None until `Continue`; received: its KV is here;
-    resumed: it runs, or may.
+    resumed: it runs, or may; expected_s: about when its alpha will stop, None: not told.
     """
 
     request_id: str
@@ -96,6 +96,7 @@ class MicroRequest:
     step_rest_ms: float = 0.0
     received: bool = False
     resumed: bool = False
+    expected_s: float | None = None
 
     @property
     def is_alpha(self) -> bool:

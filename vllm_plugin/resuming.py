@@ -75,9 +75,10 @@ class ResumingFirst(Scheduler):
         """All of its KV."""
         return request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self.finished_recving_kv_req_ids
 
-    def hands_over_in_answer(self, request: Request) -> bool:
-        """Whether it comes from another instance that has a part of its answer: its client waits for its next token."""
-        return False
+    def hands_over_s(self, request: Request, now_s: float) -> float | None:
+        """About when a request comes from another instance that has a part of its answer: from then on its client waits for its next
+        token. None: it does not."""
+        return None
 
     def known_for_s(self, request: Request) -> float:
         """How long this instance had known the newest token of such a request when its engine learnt of it."""

@@ -237,6 +237,9 @@ void BindScheduler(nb::module_& m) {
       .def("predict_end_ms", &Scheduler::PredictEndMs, "request_id"_a, "now_ms"_a,
            "When a placed request would end if others came as they did lately; None under policies "
            "that do not predict, or where it should have ended.")
+      .def("predict_hand_off_ms", &Scheduler::PredictHandOffMs, "request_id"_a, "now_ms"_a,
+           "When the alpha of a placed request would reach its cut, as instances are now; None "
+           "under policies that do not predict, or where it is not cut.")
       .def("revise", &Scheduler::Revise, "request_id"_a, "now_ms"_a,
            "Whether the hand-off of a request should come elsewhere, or not at all, and enters it; "
            "None: it stays.")

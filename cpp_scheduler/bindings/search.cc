@@ -18,11 +18,12 @@ namespace dynaserve {
 namespace {
 
 void BindPlanner(nb::module_& m) {
-  nb::class_<FleetDemand>(m, "FleetDemand",
-                          "What the fleet has to do now: decodes that run; prompt and output "
-                          "tokens that arrive per millisecond, and the mean context of a decode "
-                          "of these.")
-      .def(nb::init<std::int64_t, std::int64_t, double, std::int64_t, double, double, double>(),
+  nb::class_<FleetDemand>(
+      m, "FleetDemand",
+      "What the fleet has to do now: decodes that run on average; prompt and output "
+      "tokens that arrive per millisecond, and the mean context of a decode "
+      "of these.")
+      .def(nb::init<std::int64_t, double, double, std::int64_t, double, double, double>(),
            nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
            "prefill_rate"_a = 0.0, "output_rate"_a = 0.0, "answer_context_tokens"_a = 0.0);
   nb::class_<FleetPlan> plan(m, "FleetPlan",

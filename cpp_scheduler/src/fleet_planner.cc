@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::int64_t kMostTried = 32;
 constexpr std::size_t kMostPrompts = 32;
+constexpr double kAlways = 1.0 - 1e-9;
 
 std::int64_t DividedUp(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
 
@@ -37,22 +38,31 @@ class Rates {
                        demand_.prompt_tokens);
   }
 
+  // Of an instance that has so many decodes on average.  They come and go: for e^-mean of the time
+  // it has none, and prefills in long steps without anybody's plan.
+  double BesideOnAverage(double mean) const {
+    const double without = std::exp(-mean);
+    if (without > kAlways) return free_;
+    const std::int64_t decodes = std::max<std::int64_t>(1, std::llround(mean / (1.0 - without)));
+    return without * free_ + (1.0 - without) * Beside(decodes);
+  }
+
   double Free() const { return free_; }
 
   double Colocated() const {
-    const std::int64_t decodes = DividedUp(demand_.decodes, demand_.instances);
-    return static_cast<double>(demand_.instances) * Beside(decodes);
+    const auto instances = static_cast<double>(demand_.instances);
+    return instances * BesideOnAverage(demand_.decodes / instances);
   }
 
   // Of the fleet with so many of its instances gathering, as they do already if that is `kept`.
   double Gathered(std::int64_t gathering, bool kept = false) const {
     if (most_ == 0) return 0.0;
-    const std::int64_t free = demand_.instances - gathering;
-    const std::int64_t most = kept ? most_kept_ : most_;
-    const std::int64_t held = std::min(DividedUp(demand_.decodes, gathering), most);
-    const std::int64_t left = std::max<std::int64_t>(0, demand_.decodes - gathering * held);
-    const double others = left == 0 ? free_ : Beside(DividedUp(left, free));
-    return static_cast<double>(gathering) * Beside(held) + static_cast<double>(free) * others;
+    const auto gatherers = static_cast<double>(gathering);
+    const auto free = static_cast<double>(demand_.instances - gathering);
+    const auto most = static_cast<double>(kept ? most_kept_ : most_);
+    const double held = std::min(demand_.decodes / gatherers, most);
+    const double left = std::max(0.0, demand_.decodes - gatherers * held);
+    return gatherers * BesideOnAverage(held) + free * BesideOnAverage(left / free);
   }
 
   // The same; 0 where they would not keep up.
@@ -126,7 +136,7 @@ void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& deman
   if (GathersSome(current, demand)) {
     const double rate = rates.Sustained(current, true);
     const double least = plan.colocated_rate + options.least_kept * unit;
-    if (rate > least || (demand.decodes == 0 && rate > 0.0)) {
+    if (rate > least || (demand.decodes == 0.0 && rate > 0.0)) {
       plan.gathering = current;
       plan.prefill_rate = rate;
     }
@@ -135,7 +145,7 @@ void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& deman
   const double step =
       std::max(1.0 + 1e-9, std::pow(static_cast<double>(demand.instances), 1.0 / (kMostTried - 1)));
   std::int64_t last = 0;
-  for (double next = 1.0; demand.decodes > 0; next *= step) {
+  for (double next = 1.0; demand.decodes > 0.0; next *= step) {
     const std::int64_t gathering = std::max<std::int64_t>(last + 1, std::llround(next));
     if (gathering >= demand.instances) break;
     last = gathering;

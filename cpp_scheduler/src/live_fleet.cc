@@ -174,7 +174,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   smoothed_decodes_ = kept * smoothed_decodes_ + (1.0 - kept) * static_cast<double>(decodes);
   FleetDemand demand;
   demand.instances = static_cast<std::int64_t>(accepting.size());
-  demand.decodes = std::llround(smoothed_decodes_);
+  demand.decodes = smoothed_decodes_;
   demand.answer_context_tokens = lasting_.MeanContextTokens();
   demand.mean_context_tokens = decodes > 0
                                    ? static_cast<double>(context) / static_cast<double>(decodes)
@@ -405,6 +405,17 @@ std::optional<double> LiveFleet::PredictEndMs(const std::string& request_id, dou
   const double decodes_from_ms = std::max(now_ms, std::min(rest->prefill_end_ms, rest->end_ms));
   return decodes_from_ms + DecodingMs(instance->second, rest->end_ms - decodes_from_ms,
                                       request->decode_tokens, now_ms);
+}
+
+std::optional<double> LiveFleet::PredictHandOffMs(const std::string& request_id, double now_ms) {
+  now_ms = At(now_ms);
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end() || found->second.parts.size() < 2) return std::nullopt;
+  const Entry& entry = found->second;
+  const auto instance = instances_.find(entry.parts[0].instance_id);
+  if (instance == instances_.end()) return std::nullopt;
+  const auto rest = instance->second.predictor->PredictRest(KeyOf(entry.ordinal, 0), now_ms);
+  return rest ? std::max(now_ms, rest->end_ms) : now_ms;
 }
 
 double LiveFleet::DecodingMs(const Instance& instance, double known_ms, std::int64_t tokens,

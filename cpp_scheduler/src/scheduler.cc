@@ -127,6 +127,10 @@ std::optional<double> Scheduler::PredictEndMs(const std::string& request_id, dou
   return live_ ? live_->PredictEndMs(request_id, now_ms) : std::nullopt;
 }
 
+std::optional<double> Scheduler::PredictHandOffMs(const std::string& request_id, double now_ms) {
+  return live_ ? live_->PredictHandOffMs(request_id, now_ms) : std::nullopt;
+}
+
 void Scheduler::Report(const InstanceId& instance_id, std::span<const Progress> progress,
                        double now_ms) {
   if (live_) live_->Report(instance_id, progress, now_ms);

@@ -7,6 +7,11 @@
 #include <string>
 
 namespace dynaserve {
+namespace {
+
+constexpr double kForgotten = 0.002;  // of the mean context, with each step that has decodes
+
+}  // namespace
 
 void Validate(const EngineOptions& options) {
   const auto check = [](const char* field, std::int64_t value, std::int64_t least) {
@@ -40,7 +45,11 @@ void SimulatedInstance::Add(const SimulatedSequence& sequence) {
                                 " tokens never fits into " + std::to_string(options_.kv_tokens) +
                                 " tokens of KV cache");
   }
-  waiting_.push_back(sequence);
+  // As the engine does: what comes with its KV runs before prompts that have not begun.
+  const auto place = sequence.is_beta
+                         ? std::ranges::find_if_not(waiting_, &SimulatedSequence::is_beta)
+                         : waiting_.end();
+  waiting_.insert(place, sequence);
 }
 
 std::int64_t SimulatedInstance::MoveEnd(std::uint32_t request, std::int64_t end, bool keeps_kv) {
@@ -55,12 +64,6 @@ std::int64_t SimulatedInstance::MoveEnd(std::uint32_t request, std::int64_t end,
   };
   const std::int64_t moved = move_in(running_);
   return moved > 0 ? moved : move_in(waiting_);
-}
-
-void SimulatedInstance::ExpectNoMore(std::int64_t prompt) {
-  const auto found = std::ranges::find(expected_, prompt);
-  assert(found != expected_.end());
-  expected_.erase(found);
 }
 
 double SimulatedInstance::BeginStep(double now_ms) {
@@ -126,8 +129,8 @@ void SimulatedInstance::GatherPrefills() {
   for (const SimulatedSequence& sequence : waiting_) {
     if (tokens >= options_.max_step_tokens || seats == 0 || free_kv < sequence.known) return;
     const bool decodes_later = sequence.becomes_decode();
-    if (options_.batching == Batching::kSlo && decodes_later && decodes.decodes > 0 &&
-        !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * options_.margin)) {
+    if (options_.batching == Batching::kSlo && decodes_later && !sequence.decodes() &&
+        !LeavesRoom(decodes, sequence.known)) {
       return;
     }
     const std::int64_t left = std::min(sequence.known, sequence.end) - sequence.computed;
@@ -142,6 +145,18 @@ void SimulatedInstance::GatherPrefills() {
   }
 }
 
+// Young decodes grow: they count as if they were as old as decodes are here on average.
+bool SimulatedInstance::LeavesRoom(BatchShape decodes, std::int64_t context_tokens) const {
+  if (decodes.decodes == 0) return true;
+  const auto grown = [this](std::int64_t tokens, std::int64_t number) {
+    return std::max<std::int64_t>(tokens,
+                                  std::llround(static_cast<double>(number) * mean_context_));
+  };
+  decodes.decode_context_tokens = grown(decodes.decode_context_tokens, decodes.decodes);
+  return LeavesRoomForDecode(*table_, decodes, grown(context_tokens, 1),
+                             options_.slo_ms * options_.margin);
+}
+
 std::int64_t SimulatedInstance::Budget() {
   const std::int64_t most = std::max<std::int64_t>(0, options_.max_step_tokens - shape_.decodes);
   if (options_.batching == Batching::kFixedChunk || work_.empty()) return most;
@@ -151,9 +166,13 @@ std::int64_t SimulatedInstance::Budget() {
 
 double SimulatedInstance::LimitMs() const {
   if (shape_.decodes > 0) return std::max(0.0, (due_ms_ - now_ms_) * options_.margin);
-  if (expected_.empty()) return std::numeric_limits<double>::infinity();
-  const BatchShape own{.decodes = 1, .decode_context_tokens = std::ranges::max(expected_)};
-  return std::max(0.0, (options_.slo_ms - table_->StepMs(own)) * options_.margin);
+  double left_ms = std::numeric_limits<double>::infinity();
+  for (const auto& [request, expected] : expected_) {
+    const BatchShape own{.decodes = 1, .decode_context_tokens = expected.prompt};
+    const double comes_in_ms = std::max(0.0, expected.at_ms - now_ms_);
+    left_ms = std::min(left_ms, comes_in_ms + options_.slo_ms - table_->StepMs(own));
+  }
+  return std::max(0.0, left_ms * options_.margin);
 }
 
 void SimulatedInstance::Spend(std::int64_t budget) {
@@ -199,6 +218,11 @@ void SimulatedInstance::ReleaseKv(std::int64_t tokens) {
 void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepResult>& results) {
   stepping_ = false;
   kv_used_ += step_tokens_;
+  if (shape_.decodes > 0) {
+    const double mean =
+        static_cast<double>(shape_.decode_context_tokens) / static_cast<double>(shape_.decodes);
+    mean_context_ += (mean_context_ == 0.0 ? 1.0 : kForgotten) * (mean - mean_context_);
+  }
   ++use_.steps;
   use_.busy_ms += step_ms;
   use_.tokens += static_cast<double>(step_tokens_);

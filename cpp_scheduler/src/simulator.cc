@@ -90,7 +90,7 @@ class Simulation {
       now_ms_ = event.at_ms;
       if (event.is_hand_off) {
         if (Shows(event.beta.request, event.beta.computed)) {
-          instances_[event.instance].ExpectNoMore(event.beta.prompt);
+          instances_[event.instance].ExpectNoMore(event.beta.request);
         }
         instances_[event.instance].Add(event.beta);
         instances_[event.from].ReleaseKv(event.beta.computed);
@@ -132,9 +132,7 @@ class Simulation {
         betas_[number] = index_.at(placement->beta->instance_id);
         pending_[at].push_back(number);
         result_.outcomes[number].split_token = alpha.end;
-        if (Shows(number, alpha.end)) {
-          instances_[betas_[number]].Expect(request.prompt_tokens);
-        }
+        Expect(number, alpha.end);
       }
     }
     instances_[at].Add(alpha);
@@ -222,6 +220,17 @@ class Simulation {
     }
     scheduler_.Report(ids_[at], progress_, now_ms_);
     if (options_.revises) Revise(at);
+    for (const std::uint32_t number : pending_[at]) {
+      Expect(number, result_.outcomes[number].split_token);
+    }
+  }
+
+  // As the front-end tells a beta's instance.
+  void Expect(std::uint32_t number, std::int64_t split_token) {
+    if (!Shows(number, split_token)) return;
+    const double at_ms =
+        scheduler_.PredictHandOffMs(std::to_string(number), now_ms_).value_or(now_ms_);
+    instances_[betas_[number]].Expect(number, requests_[number].prompt_tokens, at_ms);
   }
 
   void AddProgress(const SimulatedSequence& sequence, bool begun) {
@@ -244,9 +253,8 @@ class Simulation {
       if (moved == 0) throw std::logic_error("a pending hand-off without its alpha");
       SimulatedInstance& beta = instances_[betas_[number]];
       if (Shows(number, result_.outcomes[number].split_token)) {
-        beta.ExpectNoMore(request.prompt_tokens);
+        beta.ExpectNoMore(number);
       }
-      if (!stays && Shows(number, moved)) beta.Expect(request.prompt_tokens);
       result_.outcomes[number].split_token = stays ? 0 : moved;
       ++(stays ? result_.lifted : result_.moved);
       if (stays) betas_[number] = kNowhere;

@@ -16,7 +16,7 @@ namespace dynaserve {
 // What the fleet has to do now; decodes are those that run once the queues of prefill are done.
 struct FleetDemand {
   std::int64_t instances = 0;
-  std::int64_t decodes = 0;
+  double decodes = 0.0;                // on average
   double mean_context_tokens = 0.0;    // of a decode
   std::int64_t prompt_tokens = 1024;   // of a typical request
   double prefill_rate = 0.0;           // prompt tokens per millisecond that arrive, 0: not known,

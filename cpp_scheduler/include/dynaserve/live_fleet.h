@@ -68,6 +68,10 @@ class LiveFleet {
   // ended.
   std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
 
+  // When its alpha would reach the cut, as its instance is now; now, if it should have. nullopt: it
+  // is not there, or not cut.
+  std::optional<double> PredictHandOffMs(const std::string& request_id, double now_ms);
+
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
   // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
   // The instance is between two steps now.  What has not begun waits, in the order of `progress`,

@@ -51,6 +51,10 @@ class Scheduler {
   // nullopt under policies that do not predict, or where it should have ended.
   std::optional<double> PredictEndMs(const std::string& request_id, double now_ms);
 
+  // When the alpha of a placed request would reach its cut, as instances are now, in the time of
+  // now_ms; nullopt under policies that do not predict, or where it is not cut.
+  std::optional<double> PredictHandOffMs(const std::string& request_id, double now_ms);
+
   // Actual progress on an instance replaces the predicted; nothing happens under policies that do
   // not predict.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);

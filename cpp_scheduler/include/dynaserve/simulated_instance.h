@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <deque>
 #include <limits>
+#include <map>
 #include <vector>
 
 #include "dynaserve/batch_rule.h"
@@ -87,11 +88,13 @@ class SimulatedInstance {
   // is further.  Returns where; 0: it is not here.  Requires that no step is under way.
   std::int64_t MoveEnd(std::uint32_t request, std::int64_t end, bool keeps_kv);
 
-  // A request of `prompt` tokens is about to come in the midst of its answer, or has come or is not
-  // coming any more: until then steps without decodes are short enough for it (kSlo).
-  void Expect(std::int64_t prompt) { expected_.push_back(prompt); }
-  // Requires that it was expected.
-  void ExpectNoMore(std::int64_t prompt);
+  // A request of `prompt` tokens will come in the midst of its answer, at about that time: steps
+  // without decodes end early enough for it (kSlo).  Replaces what was expected of it before.
+  void Expect(std::uint32_t request, std::int64_t prompt, double at_ms) {
+    expected_[request] = {prompt, at_ms};
+  }
+  // It has come, or is not coming any more.
+  void ExpectNoMore(std::uint32_t request) { expected_.erase(request); }
 
   // Forms the next step and returns its predicted latency; 0: there is nothing to run, or nothing
   // can run before KV is released.
@@ -117,6 +120,7 @@ class SimulatedInstance {
   void GatherDecodes(double now_ms);
   void GatherPrefills();
   std::int64_t Budget();
+  bool LeavesRoom(BatchShape decodes, std::int64_t context_tokens) const;
   double LimitMs() const;
   void Spend(std::int64_t budget);
   void Preempt();
@@ -128,9 +132,14 @@ class SimulatedInstance {
   std::vector<SimulatedSequence> running_;  // in order of admission
   std::int64_t kv_used_ = 0;                // kept_kv_ included
   std::int64_t kept_kv_ = 0;
-  std::vector<std::int64_t> expected_;  // prompts of requests that are about to come
+  struct Expected {
+    std::int64_t prompt;
+    double at_ms;
+  };
+  std::map<std::uint32_t, Expected> expected_;
   bool stepping_ = false;
-  bool preempted_ = false;  // while this step was formed
+  double mean_context_ = 0.0;  // of a decode, lately
+  bool preempted_ = false;     // while this step was formed
   InstanceUse use_;
 
   // Of the step under way; chunk_[i] is what running_[i] computes.
