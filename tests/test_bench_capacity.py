@@ -81,6 +81,9 @@ def test_a_search_goes_where_a_failure_leads_it_and_to_its_least_rate_where_noth
     highest_rate(passes, 10.0, 0.1, 0.1, 100.0, promising=lambda _: 5.0)
     assert tried == pytest.approx([10.0, 5.0, 5.5])
     tried.clear()
+    highest_rate(passes, 6.0, 0.1, 0.1, 100.0, promising=lambda failed: 0.97 * failed)
+    assert tried[:3] == pytest.approx([6.0, 0.97 * 6.0, 0.97 * 6.0 / 1.6]), "promised once too much"
+    tried.clear()
     highest_rate(passes, 10.0, 0.1, 0.1, 100.0, promising=lambda _: 0.0)
     assert tried[:3] == pytest.approx([10.0, 0.1, 1.0])
 

@@ -33,7 +33,7 @@ def highest_rate(
     """Brackets the capacity from `first`, then halves the bracket (in its logarithm) to failed / passed <= 1 + resolution.
 
     step: from `first` to the next rate; the one after it is its square, FACTOR at most. promising: of the rate that failed last, the one
-    that its failure says may pass; where it is lower than a step leads, it is the next, and if it passes, then one just above it.
+    that its failure says may pass, or that rate itself: it is the next, and if it passes, then one just above it.
     Requires 0 < least <= first <= most and 1 < step. Rates outside [least, most] are not tried.
     """
     passed: float | None = None
@@ -50,7 +50,9 @@ def highest_rate(
             if passed is None and rate == least:
                 break
             told, stepped = promising(rate), rate / step
-            rate, is_told = max(least, min(told, stepped)), least < told < stepped
+            # What was told once, and failed, is not taken for more than a step would be.
+            following = told if told < rate and not is_told else min(told, stepped)
+            rate, is_told = max(least, following), least < told == following
         step = min(FACTOR, step * step)
     while passed is not None and failed is not None and failed / passed > 1 + resolution:
         rate = math.sqrt(passed * failed)
