@@ -49,8 +49,6 @@ class RunningDecodes:
 KNOWN_GROWTH = 2
 """Times the largest step that was measured: what is far beyond it is guessed, from steps that may all have been small."""
 _AT_LIMIT = (BudgetReason.step_limit, BudgetReason.efficiency, BudgetReason.minimum_share)
-_FORGOTTEN = 0.002
-"""Of the mean context, with each step that has decodes."""
 NO_DECODES = RunningDecodes(0, 0, math.inf)
 
 
@@ -70,7 +68,7 @@ class StepPlanner:
     """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline.
 
     unprofiled_prefill_tokens: beside decodes, while too few steps, or none as large, were measured to predict one. speculated_tokens:
-    of each decode, at most. mean_context_tokens: of a decode, lately.
+    of each decode, at most.
     """
 
     profile: LiveProfile
@@ -79,7 +77,6 @@ class StepPlanner:
     unprofiled_prefill_tokens: int
     margin: DeadlineMargin = field(default_factory=DeadlineMargin)
     speculated_tokens: int = 0
-    mean_context_tokens: float = 0.0
 
     def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:
         """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
@@ -89,9 +86,6 @@ class StepPlanner:
             # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
             if plan.prefill_tokens:
                 self.margin.observe(predicted_ms, measured_ms, table.sigma)
-        if shape.decodes:
-            forgotten = _FORGOTTEN if self.mean_context_tokens else 1.0
-            self.mean_context_tokens += forgotten * (shape.decode_context_tokens / shape.decodes - self.mean_context_tokens)
         self.profile.observe(shape, measured_ms)
 
     def plan(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:

@@ -179,26 +179,6 @@ def test_a_prompt_waits_while_its_decode_would_break_the_slo(make: Callable[...,
     assert sum(gap <= 20.0 for gap in gaps) >= 0.9 * len(gaps)
 
 
-def test_young_decodes_count_as_those_of_before_have_become(make: Callable[..., Engine]) -> None:
-    def begun(engine: Engine) -> int:
-        for i in range(200):
-            engine.add(f"young-{i}", 30, 2)
-        engine.scheduler.prepare_step(engine.now_s)
-        return int(engine.scheduler.max_num_active_reqs)
-
-    fresh, experienced = make(tbt_slo_ms=40.0), make(tbt_slo_ms=40.0)
-    for engine in (fresh, experienced):
-        engine.learn()
-        engine.scheduler.accounts.planner.mean_context_tokens = 30.0
-    for i in range(4):
-        experienced.add(f"old-{i}", 2000, 400)
-    experienced.run()
-    assert experienced.scheduler.accounts.planner.mean_context_tokens > 500
-    assert begun(experienced) < begun(fresh)
-    for engine in (fresh, experienced):
-        engine.run()
-
-
 def test_little_memory_preempts_and_loses_nothing(make: Callable[..., Engine]) -> None:
     engine = make(blocks=40)
     for i in range(12):

@@ -11,7 +11,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, islice, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -58,8 +58,7 @@ _COMPUTED_TOKENS = attrgetter("num_computed_tokens")
 
 @dataclass(slots=True)
 class _Batch:
-    """What is ready to run. due_s: of the first decode. arrived: prompts with KV from elsewhere that have not begun here. draft_tokens,
-    draft_pairs: what the decodes speculate.
+    """What is ready to run. due_s: of the first decode. draft_tokens, draft_pairs: what the decodes speculate.
 
     arriving_due_s: when a step has to end so that requests which come in the midst of their answers get their next tokens in time.
     """
@@ -68,7 +67,6 @@ class _Batch:
     context_tokens: int
     due_s: float
     prefills: list[Request]
-    arrived: list[Request] = field(default_factory=list)
     draft_tokens: int = 0
     draft_pairs: float = 0.0
     arriving_due_s: float = math.inf
@@ -99,8 +97,6 @@ class SloScheduler(ResumingFirst):
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self._one_hash_a_block = len(managers) == 1 and type(managers[0]) is FullAttentionManager and not self._speculates
         self._ended: list[str] = []
-        self._held_back: set[str] = set()
-        """Prompts with KV from elsewhere that may not begin in this step."""
         self._found_cached: dict[str, tuple[int, int]] = {}
         """Of waiting prompts: cached tokens, and for how many steps more that is believed."""
 
@@ -160,25 +156,17 @@ class SloScheduler(ResumingFirst):
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
         work = self._work_of(batch.prefills)
-        waiting, their_work = self._look_at_waiting(batch.arrived, self._most_scheduled_tokens - sum(each.tokens for each in work))
+        waiting, their_work = self._look_at_waiting(self._most_scheduled_tokens - sum(each.tokens for each in work))
         admitted = self._admissible(batch, waiting)
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
         plan = self.accounts.planner.plan(batch.running(), [*work, *filter(None, their_work[:admitted])], now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
-        self._held_back = {request.request_id for request in batch.arrived[admitted:]}
-        begins = max(0, admitted - len(batch.arrived))
-        room = len(self.running) + len(self.kv_holding_waiting) - len(self._held_back) + begins
+        room = len(self.running) + len(self.kv_holding_waiting) + admitted
         most = self._most_active_requests + self.parked_slots
-        self.max_num_active_reqs = min(most, room) if begins < len(self.waiting) else most
+        self.max_num_active_reqs = min(most, room) if admitted < len(self.waiting) else most
         return plan
-
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Whether vLLM may run a request that waits. One that has resumed, and released its alpha, may still have to wait as prompts do."""
-        if request.request_id in self._held_back and not self._is_blocked_waiting_status(request.status):
-            return False
-        return bool(super()._handle_blocked_waiting_request(request))
 
     def _running_batch(self, now_s: float) -> _Batch:
         """Looks at every running request before every step: in loops of the interpreter's own, as there may be hundreds."""
@@ -214,7 +202,7 @@ class SloScheduler(ResumingFirst):
                 batch.arriving_due_s = min(batch.arriving_due_s, due_s)
             return
         if not self.is_decode(request):
-            batch.arrived.append(request)
+            batch.prefills.append(request)
             return
         batch.decodes += 1
         batch.context_tokens += request.num_computed_tokens
@@ -232,17 +220,11 @@ class SloScheduler(ResumingFirst):
                 tokens += own
         return works
 
-    def _look_at_waiting(self, arrived: Sequence[Request], room_tokens: int) -> tuple[list[Request], list[PrefillWork | None]]:
-        """Those that a step with so much room for prefill could hold, the first one in any case; and their work, None: nothing.
-
-        arrived: they come before all others.
-        """
+    def _look_at_waiting(self, room_tokens: int) -> tuple[list[Request], list[PrefillWork | None]]:
+        """Those that a step with so much room for prefill could hold, the first one in any case; and their work, None: nothing."""
         known, self._found_cached = self._found_cached, {}
-        waiting = list(arrived)
-        works: list[PrefillWork | None] = list(self._work_of(arrived))
-        room_tokens -= sum(work.tokens for work in works if work)
-        if room_tokens <= 0 and waiting:
-            return waiting, works
+        waiting: list[Request] = []
+        works: list[PrefillWork | None] = []
         for request in islice(self.waiting, _MOST_WAITING):
             cached = 0
             if not request.num_computed_tokens and len(self._found_cached) < _MOST_LOOKED_UP:
@@ -280,11 +262,8 @@ class SloScheduler(ResumingFirst):
         joining = [int(self.becomes_decode(request)) for request in waiting]
         # With the first k waiting ones; both only get worse with k.
         numbers = list(accumulate(joining, initial=batch.decodes + len(running)))
-        # Young decodes grow: they count as if they were as old as decodes are here on average.
-        mean_tokens = round(self.accounts.planner.mean_context_tokens)
-        own = (joins * max(request.num_tokens, mean_tokens) for joins, request in zip(joining, waiting, strict=True))
-        there = max(batch.context_tokens + sum(request.num_tokens for request in running), numbers[0] * mean_tokens)
-        contexts = list(accumulate(own, initial=there))
+        own = (joins * request.num_tokens for joins, request in zip(joining, waiting, strict=True))
+        contexts = list(accumulate(own, initial=batch.context_tokens + sum(request.num_tokens for request in running)))
         decoding = (request for request in self.running if not request.is_prefill_chunk or self.becomes_decode(request))
         slo_s = self.deadlines.tightest_tbt_s(map(_REQUEST_ID, decoding))
         own_s = (self.deadlines.tbt_s[request.request_id] if joins else math.inf for joins, request in zip(joining, waiting, strict=True))

@@ -7,11 +7,6 @@
 #include <string>
 
 namespace dynaserve {
-namespace {
-
-constexpr double kForgotten = 0.002;  // of the mean context, with each step that has decodes
-
-}  // namespace
 
 void Validate(const EngineOptions& options) {
   const auto check = [](const char* field, std::int64_t value, std::int64_t least) {
@@ -45,11 +40,11 @@ void SimulatedInstance::Add(const SimulatedSequence& sequence) {
                                 " tokens never fits into " + std::to_string(options_.kv_tokens) +
                                 " tokens of KV cache");
   }
-  // As the engine does: what comes with its KV runs before prompts that have not begun.
-  const auto place = sequence.is_beta
-                         ? std::ranges::find_if_not(waiting_, &SimulatedSequence::is_beta)
-                         : waiting_.end();
-  waiting_.insert(place, sequence);
+  // As the engine does: decodes come first, then prompts that have begun elsewhere.
+  const auto goes_before = [&sequence](const SimulatedSequence& waiting) {
+    return sequence.is_beta && (!waiting.is_beta || (sequence.decodes() && !waiting.decodes()));
+  };
+  waiting_.insert(std::ranges::find_if(waiting_, goes_before), sequence);
 }
 
 std::int64_t SimulatedInstance::MoveEnd(std::uint32_t request, std::int64_t end, bool keeps_kv) {
@@ -129,8 +124,10 @@ void SimulatedInstance::GatherPrefills() {
   for (const SimulatedSequence& sequence : waiting_) {
     if (tokens >= options_.max_step_tokens || seats == 0 || free_kv < sequence.known) return;
     const bool decodes_later = sequence.becomes_decode();
-    if (options_.batching == Batching::kSlo && decodes_later && !sequence.decodes() &&
-        !LeavesRoom(decodes, sequence.known)) {
+    // What has begun elsewhere waits for nobody.
+    if (options_.batching == Batching::kSlo && decodes_later && !sequence.is_beta &&
+        decodes.decodes > 0 &&
+        !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * options_.margin)) {
       return;
     }
     const std::int64_t left = std::min(sequence.known, sequence.end) - sequence.computed;
@@ -143,18 +140,6 @@ void SimulatedInstance::GatherPrefills() {
     }
     --seats;
   }
-}
-
-// Young decodes grow: they count as if they were as old as decodes are here on average.
-bool SimulatedInstance::LeavesRoom(BatchShape decodes, std::int64_t context_tokens) const {
-  if (decodes.decodes == 0) return true;
-  const auto grown = [this](std::int64_t tokens, std::int64_t number) {
-    return std::max<std::int64_t>(tokens,
-                                  std::llround(static_cast<double>(number) * mean_context_));
-  };
-  decodes.decode_context_tokens = grown(decodes.decode_context_tokens, decodes.decodes);
-  return LeavesRoomForDecode(*table_, decodes, grown(context_tokens, 1),
-                             options_.slo_ms * options_.margin);
 }
 
 std::int64_t SimulatedInstance::Budget() {
@@ -218,11 +203,6 @@ void SimulatedInstance::ReleaseKv(std::int64_t tokens) {
 void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepResult>& results) {
   stepping_ = false;
   kv_used_ += step_tokens_;
-  if (shape_.decodes > 0) {
-    const double mean =
-        static_cast<double>(shape_.decode_context_tokens) / static_cast<double>(shape_.decodes);
-    mean_context_ += (mean_context_ == 0.0 ? 1.0 : kForgotten) * (mean - mean_context_);
-  }
   ++use_.steps;
   use_.busy_ms += step_ms;
   use_.tokens += static_cast<double>(step_tokens_);

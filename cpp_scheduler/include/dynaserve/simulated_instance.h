@@ -81,7 +81,8 @@ class SimulatedInstance {
   // table must outlive the instance.  Throws std::invalid_argument as Validate() does.
   SimulatedInstance(const ProfileTable& table, const EngineOptions& options);
 
-  // Puts a sequence at the end of the queue.  Throws std::invalid_argument if it can never fit.
+  // Puts a sequence at the end of the queue, a beta before those that have not begun, and one that
+  // decodes before all others.  Throws std::invalid_argument if it can never fit.
   void Add(const SimulatedSequence& sequence);
 
   // A sequence that is here, and is no beta, ends at `end` instead, or with its next token where it
@@ -120,7 +121,6 @@ class SimulatedInstance {
   void GatherDecodes(double now_ms);
   void GatherPrefills();
   std::int64_t Budget();
-  bool LeavesRoom(BatchShape decodes, std::int64_t context_tokens) const;
   double LimitMs() const;
   void Spend(std::int64_t budget);
   void Preempt();
@@ -138,8 +138,7 @@ class SimulatedInstance {
   };
   std::map<std::uint32_t, Expected> expected_;
   bool stepping_ = false;
-  double mean_context_ = 0.0;  // of a decode, lately
-  bool preempted_ = false;     // while this step was formed
+  bool preempted_ = false;  // while this step was formed
   InstanceUse use_;
 
   // Of the step under way; chunk_[i] is what running_[i] computes.
