@@ -32,9 +32,9 @@ def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 
     return engine
 
 
-def announce(engine: Engine, name: str, hand_off: int = HAND_OFF) -> None:
+def announce(engine: Engine, name: str, hand_off: int = HAND_OFF, prompt: int = PROMPT) -> None:
     plan = Plan("beta", hand_off, f"t-{name}", "torch", [WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""})])
-    engine.add(name, PROMPT, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    engine.add(name, prompt, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
 
 
 def decode(engine: Engine, number: int) -> None:
@@ -95,6 +95,25 @@ def test_betas_do_not_wait_for_prompts_that_are_running(tmp_path: Path, slo: boo
         assert scheduled["beta-0"] == scheduled["beta-1"] == 1
         assert sum(scheduled.values()) == engine.scheduler.max_num_scheduled_tokens, "the prompts take the rest"
     assert engine.scheduler.running[-1].is_prefill_chunk
+
+
+@pytest.mark.parametrize("slo", [True, False])
+def test_betas_do_not_wait_for_prompts_that_come_with_kv(tmp_path: Path, slo: bool) -> None:
+    """Each would take all of the step in which it begins."""
+    engine = instance(tmp_path, tbt_slo_ms=40.0, min_prefill_tokens=2, slo=slo, max_num_batched_tokens=192)
+    decode(engine, 3)
+    for number in range(3):
+        announce(engine, f"prompt-{number}", 100, prompt=3000)
+        assert engine.scheduler.continue_request(f"prompt-{number}", 100, [], 0.0)
+    for name in ("beta-0", "beta-1"):
+        announce(engine, name)
+        assert engine.scheduler.continue_request(name, HAND_OFF, SENT, 0.0)
+    engine.arrived |= {"prompt-0", "prompt-1", "prompt-2", "beta-0", "beta-1"}
+    engine.step()
+    scheduled = engine.step()
+    assert scheduled["beta-0"] == scheduled["beta-1"] == 1
+    assert scheduled["prompt-0"] > 1
+    assert [name for name in scheduled if name.startswith("beta")] == ["beta-0", "beta-1"]
 
 
 @pytest.mark.parametrize("slo", [True, False])

@@ -29,6 +29,7 @@ class ResumingFirst(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         prompts = self._put_decodes_first()
+        self._put_resuming_first()
         # What was left for those that resume may not fit them: a step for nothing is followed by one that leaves them nothing.
         self._most_tokens = self._shares_of(prompts) if prompts and not self._was_empty else {}
         try:
@@ -45,6 +46,15 @@ class ResumingFirst(Scheduler):
         if prompts and self.running[-len(prompts) :] != prompts:
             self.running.sort(key=lambda request: (request.request_id not in parked, request.is_prefill_chunk))
         return prompts
+
+    def _put_resuming_first(self) -> None:
+        """Of those that wait with KV, decodes: a prompt that comes before them would take all that is left of the step, and so would the
+        next one. Not where priorities say who comes first."""
+        queue = self.kv_holding_waiting
+        ready = [request for request in queue if self.has_arrived(request) and self.is_decode(request)]
+        if ready and len(ready) < len(queue):
+            queue.remove_requests(ready)
+            queue.prepend_requests(reversed(ready))  # which vLLM puts in front one after the other
 
     def _shares_of(self, prompts: Sequence[Request]) -> dict[str, int]:
         """What running prompts may take of the next step, in order, so that each decode that resumes gets its token; empty: all."""
