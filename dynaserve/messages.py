@@ -100,8 +100,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """The alpha of this beta, which stops in the answer, will stop in about so long: steps without decodes end in time for it. The last
-    one counts; of a beta without one it may be at any time."""
+    """The alpha of this beta, which stops in the answer, will stop in about so long: the step that runs then is short. The last one counts."""
 
     request_id: RequestId
     in_ms: Annotated[float, Meta(ge=0.0, le=1e9)]

@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from dynaserve.messages import PromptProgress
 from dynaserve.request_log import of_request
 from dynaserve.step_latency import PrefillWork, prefill_pairs
-from dynaserve.step_planner import RunningDecodes, StepPlan
+from dynaserve.step_planner import RunningDecodes, StepPlan, StepPlanner
 from dynaserve.token_deadlines import TokenSlo
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.requests import TBT_ARG, TTFT_ARG, is_slo_ms
@@ -60,7 +60,7 @@ _COMPUTED_TOKENS = attrgetter("num_computed_tokens")
 class _Batch:
     """What is ready to run. due_s: of the first decode. draft_tokens, draft_pairs: what the decodes speculate.
 
-    arriving_due_s: when a step has to end so that requests which come in the midst of their answers get their next tokens in time.
+    arriving_due_s: when the next token is due of the first request that is to come in the midst of its answer, of arriving_tokens.
     """
 
     decodes: int
@@ -70,10 +70,13 @@ class _Batch:
     draft_tokens: int = 0
     draft_pairs: float = 0.0
     arriving_due_s: float = math.inf
+    arriving_tokens: int = 0
 
-    def running(self) -> RunningDecodes:
-        # Beside decodes steps are short anyway; without them one may take a second.
-        due_s = self.due_s if self.decodes else self.arriving_due_s
+    def running(self, planner: StepPlanner) -> RunningDecodes:
+        due_s = self.due_s
+        if self.arriving_due_s < math.inf:  # it may come while the step runs, and needs one of its own
+            own_ms = planner.decodes_ms(self.decodes + 1, self.context_tokens + self.arriving_tokens)
+            due_s = min(due_s, self.arriving_due_s - 1e-3 * own_ms)
         return RunningDecodes(self.decodes, self.context_tokens, due_s, self.draft_tokens, self.draft_pairs)
 
 
@@ -160,7 +163,7 @@ class SloScheduler(ResumingFirst):
         admitted = self._admissible(batch, waiting)
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
-        plan = self.accounts.planner.plan(batch.running(), [*work, *filter(None, their_work[:admitted])], now_s)
+        plan = self.accounts.planner.plan(batch.running(self.accounts.planner), [*work, *filter(None, their_work[:admitted])], now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         room = len(self.running) + len(self.kv_holding_waiting) + admitted
@@ -197,9 +200,9 @@ class SloScheduler(ResumingFirst):
             self.deadlines.took_over(request.request_id, now_s - self.known_for_s(request))
         if not self.has_arrived(request):
             if (comes_s := self.hands_over_s(request, now_s)) is not None:
-                own_ms = self.accounts.planner.decodes_ms(1, request.num_tokens)
-                due_s = comes_s + self.deadlines.tbt_s[request.request_id] - 1e-3 * own_ms
-                batch.arriving_due_s = min(batch.arriving_due_s, due_s)
+                due_s = comes_s + self.deadlines.tbt_s[request.request_id]
+                if due_s < batch.arriving_due_s:
+                    batch.arriving_due_s, batch.arriving_tokens = due_s, request.num_tokens
             return
         if not self.is_decode(request):
             batch.prefills.append(request)

@@ -209,7 +209,9 @@ class BetaScheduler(Scheduler):
         micro = self.micro.betas.get(request.request_id)
         if micro is None or micro.plan.hand_off_at is None or micro.plan.hand_off_at < request.num_prompt_tokens:
             return None
-        return now_s if micro.expected_s is None or micro.end_index is not None else max(now_s, micro.expected_s)
+        if micro.end_index is not None:
+            return now_s
+        return None if micro.expected_s is None else max(now_s, micro.expected_s)
 
     def known_for_s(self, request: Request) -> float:
         micro = self.micro.by_id.get(request.request_id)

@@ -87,7 +87,7 @@ class ResumingFirst(Scheduler):
 
     def hands_over_s(self, request: Request, now_s: float) -> float | None:
         """About when a request comes from another instance that has a part of its answer: from then on its client waits for its next
-        token. None: it does not."""
+        token. None: it does not, or nobody has told."""
         return None
 
     def known_for_s(self, request: Request) -> float:

@@ -228,9 +228,9 @@ class Simulation {
   // As the front-end tells a beta's instance.
   void Expect(std::uint32_t number, std::int64_t split_token) {
     if (!Shows(number, split_token)) return;
-    const double at_ms =
-        scheduler_.PredictHandOffMs(std::to_string(number), now_ms_).value_or(now_ms_);
-    instances_[betas_[number]].Expect(number, requests_[number].prompt_tokens, at_ms);
+    const auto at_ms = scheduler_.PredictHandOffMs(std::to_string(number), now_ms_);
+    if (!at_ms) return;
+    instances_[betas_[number]].Expect(number, requests_[number].prompt_tokens, *at_ms);
   }
 
   void AddProgress(const SimulatedSequence& sequence, bool begun) {
