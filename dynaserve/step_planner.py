@@ -24,8 +24,8 @@ from dynaserve.step_latency import (
 
 @dataclass(frozen=True, slots=True)
 class RunningDecodes:
-    """The decodes of the next step. due_s: when the first of them has to be there (its last token's time plus its TBT SLO), or
-    earlier, when the step has to end for those that are about to come.
+    """The decodes of the next step. due_s: when the first of them has to be there (its last token's time plus its TBT SLO); of a step
+    without decodes, when it has to end for those that are to come.
 
     draft_tokens: what they speculate, together, which is computed as prefill is. draft_pairs: as `BatchShape.prefill_pairs`.
     """

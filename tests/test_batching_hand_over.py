@@ -206,20 +206,6 @@ def test_steps_end_in_time_for_an_answer_that_is_told_to_come_and_are_long_befor
     assert engine.now_s < comes_s + 0.1, "its own step takes the rest of the SLO"
 
 
-def test_steps_beside_decodes_leave_time_for_one_of_an_answer_that_is_about_to_come(tmp_path: Path) -> None:
-    engine = instance(tmp_path)
-    decode(engine, 4)
-    engine.add("prompt", 3000, 1)
-    announce(engine, "beta")
-    engine.scheduler.expect("beta", engine.now_s + 5.0)
-    before = engine.step()["prompt"]
-    engine.scheduler.expect("beta", engine.now_s)
-    while_expected = engine.step()["prompt"]
-    own_ms = engine.machine.step_ms(BatchShape(decodes=5, decode_context_tokens=5 * PROMPT))
-    assert 16 < while_expected < before
-    assert engine.steps_ms[-1] < 100.0 - own_ms
-
-
 def test_what_is_expected_of_a_request_that_is_over_is_nothing(tmp_path: Path) -> None:
     engine = instance(tmp_path)
     engine.scheduler.expect("nobody", 1.0)

@@ -73,10 +73,8 @@ class _Batch:
     arriving_tokens: int = 0
 
     def running(self, planner: StepPlanner) -> RunningDecodes:
-        due_s = self.due_s
-        if self.arriving_due_s < math.inf:  # it may come while the step runs, and needs one of its own
-            own_ms = planner.decodes_ms(self.decodes + 1, self.context_tokens + self.arriving_tokens)
-            due_s = min(due_s, self.arriving_due_s - 1e-3 * own_ms)
+        # Beside decodes steps are short anyway; without them one may take a second.
+        due_s = self.due_s if self.decodes else self.arriving_due_s - 1e-3 * planner.decodes_ms(1, self.arriving_tokens)
         return RunningDecodes(self.decodes, self.context_tokens, due_s, self.draft_tokens, self.draft_pairs)
 
 

@@ -150,11 +150,10 @@ std::int64_t SimulatedInstance::Budget() {
 }
 
 double SimulatedInstance::LimitMs() const {
+  if (shape_.decodes > 0) return std::max(0.0, (due_ms_ - now_ms_) * options_.margin);
   double left_ms = std::numeric_limits<double>::infinity();
-  if (shape_.decodes > 0) left_ms = due_ms_ - now_ms_;
   for (const auto& [request, expected] : expected_) {
-    const BatchShape own{.decodes = shape_.decodes + 1,
-                         .decode_context_tokens = shape_.decode_context_tokens + expected.prompt};
+    const BatchShape own{.decodes = 1, .decode_context_tokens = expected.prompt};
     const double comes_in_ms = std::max(0.0, expected.at_ms - now_ms_);
     left_ms = std::min(left_ms, comes_in_ms + options_.slo_ms - table_->StepMs(own));
   }

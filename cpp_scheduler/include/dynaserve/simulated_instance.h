@@ -90,7 +90,7 @@ class SimulatedInstance {
   std::int64_t MoveEnd(std::uint32_t request, std::int64_t end, bool keeps_kv);
 
   // A request of `prompt` tokens will come in the midst of its answer, at about that time: steps
-  // end early enough for one of its own (kSlo).  Replaces what was expected of it before.
+  // without decodes end early enough for it (kSlo).  Replaces what was expected of it before.
   void Expect(std::uint32_t request, std::int64_t prompt, double at_ms) {
     expected_[request] = {prompt, at_ms};
   }
