@@ -100,8 +100,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """The alpha of this beta, which stops in the answer, will stop in about so long: a step without decodes that runs then is short. The last one
-    counts."""
+    """The alpha of this beta, which stops in the answer, will stop in about so long: a step without decodes that runs then is
+    short. The last one counts."""
 
     request_id: RequestId
     in_ms: Annotated[float, Meta(ge=0.0, le=1e9)]

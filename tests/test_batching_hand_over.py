@@ -211,6 +211,27 @@ def test_what_is_expected_of_a_request_that_is_over_is_nothing(tmp_path: Path) -
     engine.scheduler.expect("nobody", 1.0)
 
 
+def test_a_prompt_that_comes_with_kv_waits_for_room_for_its_decode_and_holds_nothing_up(tmp_path: Path) -> None:
+    engine = instance(tmp_path, tbt_slo_ms=20.0)
+    for number in range(40):
+        engine.add(f"decode-{number}", 30, 300)
+    for _ in range(60):
+        engine.step()
+    assert engine.scheduler.waiting, "no room for another decode"
+    announce(engine, "beta", PROMPT - 20)
+    assert engine.scheduler.continue_request("beta", PROMPT - 20, [], 0.0)
+    engine.arrived.add("beta")
+    engine.step()
+    for _ in range(10):
+        scheduled = engine.step()
+        assert scheduled
+        assert "beta" not in scheduled
+    assert engine.scheduler.micro.by_id["beta"].resumed, "its alpha is released all the same"
+    for request in list(engine.scheduler.running)[:10]:
+        engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    assert "beta" in engine.step(), "before those that wait without KV"
+
+
 def test_an_instance_without_decodes_has_long_steps_while_a_prompt_is_about_to_come(tmp_path: Path) -> None:
     engine = instance(tmp_path)
     announce(engine, "beta", PROMPT - 1)

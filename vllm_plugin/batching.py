@@ -11,8 +11,8 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice, repeat
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, islice, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,8 @@ _COMPUTED_TOKENS = attrgetter("num_computed_tokens")
 
 @dataclass(slots=True)
 class _Batch:
-    """What is ready to run. due_s: of the first decode. draft_tokens, draft_pairs: what the decodes speculate.
+    """What is ready to run. due_s: of the first decode. arrived: prompts with KV from elsewhere that have not begun here. draft_tokens,
+    draft_pairs: what the decodes speculate.
 
     arriving_due_s: when the next token is due of the first request that is to come in the midst of its answer, of arriving_tokens.
     """
@@ -67,6 +68,7 @@ class _Batch:
     context_tokens: int
     due_s: float
     prefills: list[Request]
+    arrived: list[Request] = field(default_factory=list)
     draft_tokens: int = 0
     draft_pairs: float = 0.0
     arriving_due_s: float = math.inf
@@ -98,6 +100,8 @@ class SloScheduler(ResumingFirst):
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self._one_hash_a_block = len(managers) == 1 and type(managers[0]) is FullAttentionManager and not self._speculates
         self._ended: list[str] = []
+        self._held_back: set[str] = set()
+        """Prompts with KV from elsewhere that may not begin in this step."""
         self._found_cached: dict[str, tuple[int, int]] = {}
         """Of waiting prompts: cached tokens, and for how many steps more that is believed."""
 
@@ -157,17 +161,25 @@ class SloScheduler(ResumingFirst):
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
         work = self._work_of(batch.prefills)
-        waiting, their_work = self._look_at_waiting(self._most_scheduled_tokens - sum(each.tokens for each in work))
+        waiting, their_work = self._look_at_waiting(batch.arrived, self._most_scheduled_tokens - sum(each.tokens for each in work))
         admitted = self._admissible(batch, waiting)
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
         plan = self.accounts.planner.plan(batch.running(self.accounts.planner), [*work, *filter(None, their_work[:admitted])], now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
-        room = len(self.running) + len(self.kv_holding_waiting) + admitted
+        self._held_back = {request.request_id for request in batch.arrived[admitted:]}
+        begins = max(0, admitted - len(batch.arrived))
+        room = len(self.running) + len(self.kv_holding_waiting) - len(self._held_back) + begins
         most = self._most_active_requests + self.parked_slots
-        self.max_num_active_reqs = min(most, room) if admitted < len(self.waiting) else most
+        self.max_num_active_reqs = min(most, room) if begins < len(self.waiting) else most
         return plan
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether vLLM may run a request that waits. One that has resumed, and released its alpha, may still have to wait as prompts do."""
+        if request.request_id in self._held_back and not self._is_blocked_waiting_status(request.status):
+            return False
+        return bool(super()._handle_blocked_waiting_request(request))
 
     def _running_batch(self, now_s: float) -> _Batch:
         """Looks at every running request before every step: in loops of the interpreter's own, as there may be hundreds."""
@@ -203,7 +215,7 @@ class SloScheduler(ResumingFirst):
                     batch.arriving_due_s, batch.arriving_tokens = due_s, request.num_tokens
             return
         if not self.is_decode(request):
-            batch.prefills.append(request)
+            batch.arrived.append(request)
             return
         batch.decodes += 1
         batch.context_tokens += request.num_computed_tokens
@@ -221,12 +233,15 @@ class SloScheduler(ResumingFirst):
                 tokens += own
         return works
 
-    def _look_at_waiting(self, room_tokens: int) -> tuple[list[Request], list[PrefillWork | None]]:
-        """Those that a step with so much room for prefill could hold, the first one in any case; and their work, None: nothing."""
+    def _look_at_waiting(self, arrived: Sequence[Request], room_tokens: int) -> tuple[list[Request], list[PrefillWork | None]]:
+        """Those that a step with so much room for prefill could hold, the first one in any case; and their work, None: nothing.
+
+        arrived: they come before all others.
+        """
         known, self._found_cached = self._found_cached, {}
         waiting: list[Request] = []
         works: list[PrefillWork | None] = []
-        for request in islice(self.waiting, _MOST_WAITING):
+        for request in chain(arrived, islice(self.waiting, _MOST_WAITING)):
             cached = 0
             if not request.num_computed_tokens and len(self._found_cached) < _MOST_LOOKED_UP:
                 cached, steps = known.get(request.request_id, (0, 0))

@@ -124,8 +124,7 @@ void SimulatedInstance::GatherPrefills() {
   for (const SimulatedSequence& sequence : waiting_) {
     if (tokens >= options_.max_step_tokens || seats == 0 || free_kv < sequence.known) return;
     const bool decodes_later = sequence.becomes_decode();
-    // What has begun elsewhere waits for nobody.
-    if (options_.batching == Batching::kSlo && decodes_later && !sequence.is_beta &&
+    if (options_.batching == Batching::kSlo && decodes_later && !sequence.decodes() &&
         decodes.decodes > 0 &&
         !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * options_.margin)) {
       return;
