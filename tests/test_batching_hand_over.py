@@ -44,6 +44,17 @@ def decode(engine: Engine, number: int) -> None:
         engine.step()
 
 
+def full_instance(folder: Path) -> Engine:
+    """With no room for another decode."""
+    engine = instance(folder, tbt_slo_ms=20.0)
+    for number in range(40):
+        engine.add(f"decode-{number}", 30, 300)
+    for _ in range(60):
+        engine.step()
+    assert engine.scheduler.waiting
+    return engine
+
+
 def test_a_beta_runs_as_soon_as_its_kv_is_here_although_no_prefill_is_allowed(tmp_path: Path) -> None:
     engine = instance(tmp_path, tbt_slo_ms=11.0, min_prefill_tokens=0)
     decode(engine, 1)
@@ -59,12 +70,7 @@ def test_a_beta_runs_as_soon_as_its_kv_is_here_although_no_prefill_is_allowed(tm
 
 @pytest.mark.parametrize(("hand_off", "begins"), [(None, False), (PROMPT + 1, False), (PROMPT, True), (PROMPT - 20, True)])
 def test_an_alpha_that_never_decodes_does_not_wait_for_room_for_a_decode(tmp_path: Path, hand_off: int | None, begins: bool) -> None:
-    engine = instance(tmp_path, tbt_slo_ms=20.0)
-    for number in range(40):
-        engine.add(f"decode-{number}", 30, 300)
-    for _ in range(60):
-        engine.step()
-    assert engine.scheduler.waiting, "no room for another decode"
+    engine = full_instance(tmp_path)
     while engine.scheduler.waiting:
         engine.scheduler.finish_requests(engine.scheduler.waiting[-1].request_id, RequestStatus.FINISHED_ABORTED)
     plan = Plan("whole" if hand_off is None else "alpha", hand_off, None if hand_off is None else "t", "torch")
@@ -208,16 +214,13 @@ def test_steps_end_in_time_for_an_answer_that_is_told_to_come_and_are_long_befor
 
 def test_what_is_expected_of_a_request_that_is_over_is_nothing(tmp_path: Path) -> None:
     engine = instance(tmp_path)
-    engine.scheduler.expect("nobody", 1.0)
+    engine.scheduler.expect("nobody", 0.0)
+    engine.add("prompt", 1500, 1)
+    assert engine.step()["prompt"] > 500
 
 
 def test_a_prompt_that_comes_with_kv_waits_for_room_for_its_decode_and_holds_nothing_up(tmp_path: Path) -> None:
-    engine = instance(tmp_path, tbt_slo_ms=20.0)
-    for number in range(40):
-        engine.add(f"decode-{number}", 30, 300)
-    for _ in range(60):
-        engine.step()
-    assert engine.scheduler.waiting, "no room for another decode"
+    engine = full_instance(tmp_path)
     announce(engine, "beta", PROMPT - 20)
     assert engine.scheduler.continue_request("beta", PROMPT - 20, [], 0.0)
     engine.arrived.add("beta")

@@ -37,6 +37,7 @@ from dynaserve.messages import (
     Announce,
     Bye,
     Ended,
+    Expect,
     InstanceDescription,
     Load,
     MeasuredStep,
@@ -49,6 +50,7 @@ from dynaserve.messages import (
     WorkerDescription,
 )
 from dynaserve.request_placer import REPORT_EVERY_MS, RequestPlacer, RequestProgress
+from dynaserve.step_latency import ProfileTable, Roofline
 from tests.test_fleet_links import Gateway, description, until
 from vllm_plugin import failover, requests
 from vllm_plugin.adapters import LONGEST_NAME
@@ -371,6 +373,35 @@ def test_what_an_instance_aborts_unasked_goes_elsewhere_though_its_beats_are_lat
         await until(lambda: fleet.client.health(first) == "up")
 
     run(scenario)
+
+
+@pytest.mark.parametrize(("split", "shows"), [(5, False), (10, True), (15, True)])
+def test_an_instance_is_told_when_an_answer_will_come_and_again_as_that_comes_nearer(split: int, shows: bool) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r", extra_args={"dynaserve_split": split})
+        (second,) = set(NAMES) - {first}
+        heard = fleet.gateways[second].heard
+
+        def told() -> list[Expect]:
+            return [message for message in heard if isinstance(message, Expect)]
+
+        await until(lambda: any(isinstance(message, Announce) for message in heard))
+        if shows:
+            await until(lambda: bool(told()))
+            (announced,) = (message for message in heard if isinstance(message, Announce))
+            assert told()[0].request_id == announced.request_id
+            assert told()[0].in_ms > 0
+        a_quarter_ms = 0.3 * told()[0].in_ms if shows else 0.0
+        await asyncio.sleep(1e-3 * max(2 * REPORT_EVERY_MS, a_quarter_ms))
+        await fleet.gateways[first].say(Step([], Load(1, 0, 0.1, [], []), time.monotonic()))
+        if shows:
+            await until(lambda: len(told()) == 2)
+        else:
+            await asyncio.sleep(0.1)
+            assert not told()
+
+    table = ProfileTable(Roofline(overhead_ms=300.0, token_ms=1.0, knee_tokens=16.0, pair_ms=0.0, decode_ms=1.0, context_ms=0.0))
+    run(scenario, placer=RequestPlacer(GlobalScheduler(Options(Policy.dynamic), table), LengthPredictor(), predicts=True))
 
 
 def test_an_alpha_whose_beta_s_instance_is_told_to_stop_goes_on_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from dynaserve.messages import (
     Beat,
     Continue,
     Ended,
+    Expect,
     FromInstance,
     Granted,
     Hello,
@@ -74,10 +76,12 @@ class Engine:
     heart: Heart
     added: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    called: list[tuple[str, Any]] = field(default_factory=list)
     moves: bool = True
     """Whether a hand-off can be moved."""
 
-    async def call_utility_async(self, method: str, *_: Any) -> Any:
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+        self.called.append((method, arguments))
         if method == "dynaserve_listen":
             return self.heart.address
         if method == "dynaserve_describe":
@@ -326,6 +330,31 @@ def test_each_front_end_hears_how_far_its_own_prompts_are_after_its_tokens() -> 
         await told(second, [Reserved(40, 50, 80), Reserved(50, 50, 80)])
         first.close()
         second.close()
+
+    run(scenario)
+
+
+def test_an_engine_hears_when_its_own_clock_will_show_the_end_of_an_alpha() -> None:
+    async def scenario(instance: Instance) -> None:
+        link, another = await instance.link("front-end", None), await instance.link("another", None)
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        await link.send(Announce("beta", 9, "u", "torch", [WORKER.endpoint], 20), MsgpackEncoder().encode(request))
+        await until(lambda: bool(instance.engine.added))
+        before_s = time.monotonic()
+        await another.send(Expect("beta", 1.0))  # not its own
+        await another.send(Run("r"), MsgpackEncoder().encode(request))
+        await until(lambda: len(instance.engine.added) == 2)
+        await link.send(Expect("beta", 5000.0))
+
+        def expected() -> list[tuple[str, float]]:
+            return [arguments for method, arguments in instance.engine.called if method == "dynaserve_expect"]
+
+        await until(lambda: bool(expected()))
+        ((name, at_s),) = expected()
+        assert name == "beta"
+        assert before_s + 5.0 <= at_s <= time.monotonic() + 5.0
+        link.close()
+        another.close()
 
     run(scenario)
 

@@ -76,6 +76,21 @@ def test_a_policy_that_predicts_does_as_colocated_until_it_has_a_table(policy: P
     scheduler.check_invariants()
 
 
+def test_a_hand_off_is_expected_when_its_alpha_has_done_its_part() -> None:
+    scheduler = fleet(Policy.dynamic)
+    placed(scheduler, request("prompt", 1000, forced_split=1000), 0.0)
+    placed(scheduler, request("answer", 1000, 100, forced_split=1050), 0.0)
+    placed(scheduler, request("whole", forced_split=0), 0.0)
+    (in_prompt_ms, in_answer_ms, whole_ms) = (scheduler.predict_hand_off_ms(name, 0.0) for name in ("prompt", "answer", "whole"))
+    assert in_prompt_ms is not None
+    assert in_answer_ms is not None
+    assert 0.0 < in_prompt_ms < in_answer_ms
+    assert whole_ms is None
+    assert scheduler.predict_hand_off_ms("unknown", 0.0) is None
+    assert scheduler.predict_hand_off_ms("prompt", in_prompt_ms + 5.0) == in_prompt_ms + 5.0, "it should have come"
+    assert fleet(Policy.colocated).predict_hand_off_ms("prompt", 0.0) is None
+
+
 def test_a_new_table_tells_anew_when_what_was_placed_will_end() -> None:
     scheduler = fleet(Policy.dynamic)
     names = [str(number) for number in range(6)]

@@ -173,6 +173,15 @@ def test_a_hand_off_is_pending_on_both_instances_until_alpha_stands() -> None:
     assert not running(whole_flow()).pending_on("a")
 
 
+def test_a_hand_off_in_the_answer_shows_until_alpha_stands() -> None:
+    flow = running(cut_flow(100))
+    assert [flow.shows_from(name) for name in ("a", "b")] == [True, False]
+    tell(flow, ALPHA, Parked("r", 100))
+    assert not flow.shows_from("a")
+    assert not running(cut_flow(99)).shows_from("a")
+    assert not running(whole_flow()).shows_from("a")
+
+
 @given(before=st.lists(st.sampled_from([Granted("r", 0), Parked("r", 105)]), unique=True))
 def test_a_revoked_reservation_lifts_the_hand_off_at_any_time(before: list[Event]) -> None:
     flow = running(cut_flow())

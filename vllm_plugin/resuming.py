@@ -29,9 +29,9 @@ class ResumingFirst(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         prompts = self._put_decodes_first()
-        self._put_resuming_first()
+        ready = self._put_resuming_first()
         # What was left for those that resume may not fit them: a step for nothing is followed by one that leaves them nothing.
-        self._most_tokens = self._shares_of(prompts) if prompts and not self._was_empty else {}
+        self._most_tokens = self._shares_of(prompts, ready) if prompts and not self._was_empty else {}
         try:
             output = super().schedule(*args, **kwargs)
         finally:
@@ -47,19 +47,22 @@ class ResumingFirst(Scheduler):
             self.running.sort(key=lambda request: (request.request_id not in parked, request.is_prefill_chunk))
         return prompts
 
-    def _put_resuming_first(self) -> None:
+    def _put_resuming_first(self) -> int:
         """Of those that wait with KV, decodes: a prompt that comes before them would take all that is left of the step, and so would the
-        next one. Not where priorities say who comes first."""
+        next one. Not where priorities say who comes first. Returns how many decodes are ready."""
         queue = self.kv_holding_waiting
         ready = [request for request in queue if self.has_arrived(request) and self.is_decode(request)]
         if ready and len(ready) < len(queue):
             queue.remove_requests(ready)
             queue.prepend_requests(reversed(ready))  # which vLLM puts in front one after the other
+        return len(ready)
 
-    def _shares_of(self, prompts: Sequence[Request]) -> dict[str, int]:
-        """What running prompts may take of the next step, in order, so that each decode that resumes gets its token; empty: all."""
+    def _shares_of(self, prompts: Sequence[Request], ready: int) -> dict[str, int]:
+        """What running prompts may take of the next step, in order, so that each decode that resumes gets its token; empty: all.
+
+        ready: how many could resume.
+        """
         slots = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
-        ready = sum(self.has_arrived(request) and self.is_decode(request) for request in self.kv_holding_waiting)
         resuming = min(ready, max(0, slots))
         if not resuming:
             return {}

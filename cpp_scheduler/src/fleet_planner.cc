@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::int64_t kMostTried = 32;
 constexpr std::size_t kMostPrompts = 32;
+// Of the time without decodes: beyond, how many there are in the rest of it is lost in rounding.
 constexpr double kAlways = 1.0 - 1e-9;
 
 std::int64_t DividedUp(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
@@ -136,7 +137,7 @@ void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& deman
   if (GathersSome(current, demand)) {
     const double rate = rates.Sustained(current, true);
     const double least = plan.colocated_rate + options.least_kept * unit;
-    if (rate > least || (demand.decodes == 0.0 && rate > 0.0)) {
+    if (rate > least) {
       plan.gathering = current;
       plan.prefill_rate = rate;
     }
@@ -145,7 +146,7 @@ void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& deman
   const double step =
       std::max(1.0 + 1e-9, std::pow(static_cast<double>(demand.instances), 1.0 / (kMostTried - 1)));
   std::int64_t last = 0;
-  for (double next = 1.0; demand.decodes > 0.0; next *= step) {
+  for (double next = 1.0;; next *= step) {
     const std::int64_t gathering = std::max<std::int64_t>(last + 1, std::llround(next));
     if (gathering >= demand.instances) break;
     last = gathering;

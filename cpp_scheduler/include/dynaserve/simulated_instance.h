@@ -136,7 +136,7 @@ class SimulatedInstance {
     std::int64_t prompt;
     double at_ms;
   };
-  std::map<std::uint32_t, Expected> expected_;
+  std::map<std::uint32_t, Expected> expected_;  // by request
   bool stepping_ = false;
   bool preempted_ = false;  // while this step was formed
   InstanceUse use_;
