@@ -87,7 +87,10 @@ def test_a_hand_off_is_expected_when_its_alpha_has_done_its_part() -> None:
     assert 0.0 < in_prompt_ms < in_answer_ms
     assert whole_ms is None
     assert scheduler.predict_hand_off_ms("unknown", 0.0) is None
-    assert scheduler.predict_hand_off_ms("prompt", in_prompt_ms + 5.0) == in_prompt_ms + 5.0, "it should have come"
+    assert scheduler.predict_hand_off_ms("prompt", 0.9 * in_prompt_ms) == pytest.approx(in_prompt_ms), "in its last step"
+    alone = fleet(Policy.dynamic)
+    placed(alone, request("prompt", 1000, forced_split=1000), 0.0)
+    assert alone.predict_hand_off_ms("prompt", in_prompt_ms + 500.0) == in_prompt_ms + 500.0, "it should have come"
     assert fleet(Policy.colocated).predict_hand_off_ms("prompt", 0.0) is None
 
 

@@ -414,8 +414,10 @@ std::optional<double> LiveFleet::PredictHandOffMs(const std::string& request_id,
   const Entry& entry = found->second;
   const auto instance = instances_.find(entry.parts[0].instance_id);
   if (instance == instances_.end()) return std::nullopt;
-  const auto rest = instance->second.predictor->PredictRest(KeyOf(entry.ordinal, 0), now_ms);
-  return rest ? std::max(now_ms, rest->end_ms) : now_ms;
+  ExecutionPredictor& predictor = *instance->second.predictor;
+  const auto rest = predictor.PredictRest(KeyOf(entry.ordinal, 0), now_ms);
+  // Its last step counts as computed when it begins.
+  return std::max(now_ms, rest ? rest->end_ms : predictor.next_step_ms());
 }
 
 double LiveFleet::DecodingMs(const Instance& instance, double known_ms, std::int64_t tokens,
