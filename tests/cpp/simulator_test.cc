@@ -202,14 +202,39 @@ TEST(StepsAreShortWhileAnAnswerIsAboutToCome) {
     instance.EndStep(now_ms + step_ms, step_ms, results);
     return step_ms;
   };
-  instance.Expect(100);
-  instance.Expect(200);
+  instance.Expect(1, 100, 0.0);
+  instance.Expect(2, 200, 0.0);
   const double short_ms = step(0.0);  // the one that comes has a step of 10.1 ms left
   CHECK(short_ms > 35.0 && short_ms <= 39.9);
-  instance.ExpectNoMore(200);
+  instance.ExpectNoMore(2);
   CHECK(Near(step(100.0), short_ms));
-  instance.ExpectNoMore(100);
+  instance.ExpectNoMore(1);
   CHECK(step(200.0) > 140.0);  // all that is left
+}
+
+TEST(AStepEndsInTimeForAnAnswerThatComesWhileItRuns) {
+  const ProfileTable table = Linear(10.0, 0.1);
+  EngineOptions engine;
+  engine.batching = Batching::kSlo;
+  engine.slo_ms = 50.0;
+  SimulatedInstance instance(table, engine);
+  instance.Add({0, false, 2000, 0, 2000, 2010, 0.0, false});
+  instance.Expect(1, 100, 300.0);
+  instance.Expect(1, 100, 60.0);  // the last that was told counts
+  const double step_ms = instance.BeginStep(0.0);
+  CHECK(step_ms > 90.0 && step_ms <= 99.9);
+}
+
+TEST(WhatComesWithItsKvRunsFirstAndDecodesBeforeIt) {
+  const ProfileTable table = Linear(10.0, 0.1);
+  SimulatedInstance instance(table, EngineOptions{});
+  instance.Add({0, false, 100, 0, 100, 110, 0.0, false});
+  instance.Add({1, true, 100, 50, 100, 110, 0.0, false});
+  instance.Add({2, true, 100, 100, 101, 110, 0.0, false});
+  instance.Add({3, true, 100, 60, 100, 110, 0.0, false});
+  std::vector<std::uint32_t> order;
+  for (const SimulatedSequence& sequence : instance.waiting()) order.push_back(sequence.request);
+  CHECK(order == std::vector<std::uint32_t>({2, 1, 3, 0}));
 }
 
 TEST(AStrideOfNothingIsRefused) {
