@@ -29,7 +29,7 @@ from dynaserve.bench import capacity, simulate
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
-from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.fleet import INDEX, LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.step_report import read_log
 
@@ -40,19 +40,6 @@ KV_TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
 MOST_STEP_TOKENS = 2048
 MOST_RUNNING = 128
 START_TIMEOUT_S = 900.0
-INDEX = "INDEX"
-
-
-class NumberedFleet(LocalFleet):
-    """INDEX in an instance's arguments is its number; the front-end can be replaced by one of another policy."""
-
-    def instance_command(self, index: int) -> list[str]:
-        return [part.replace(INDEX, str(index)) for part in super().instance_command(index)]
-
-    def place_by(self, frontend_args: Sequence[str]) -> None:
-        self.frontend_args = frontend_args
-        self._start("frontend", self.frontend_command(), {})
-        self.wait_healthy({"frontend": self.frontend_url}, time.monotonic() + self.start_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -112,12 +99,12 @@ def run(load: Load, folder: Path) -> None:
     _write(folder / "fidelity.csv", table)
 
 
-def _fleet(load: Load, folder: Path) -> NumberedFleet:
+def _fleet(load: Load, folder: Path) -> LocalFleet:
     where = folder.absolute()
     ours = ("--dynaserve-batching", "slo", "--tbt-slo-ms", f"{load.tbt_slo_ms:g}")
     files = ("--dynaserve-profile", f"{where}/profile-{INDEX}.json", "--dynaserve-step-log", f"{where}/steps-{INDEX}.csv")
     limits = ("--max-num-batched-tokens", str(MOST_STEP_TOKENS), "--max-num-seqs", str(MOST_RUNNING))
-    return NumberedFleet(
+    return LocalFleet(
         smollm2(),
         vllm_args=("--served-model-name", "model", *limits, *ours, *files),
         dtype="bfloat16",

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fidelity import INDEX, KV_TOKEN_BYTES, MOST_RUNNING, MOST_STEP_TOKENS, NumberedFleet, sigma_of
+from benchmarks.fidelity import KV_TOKEN_BYTES, MOST_RUNNING, MOST_STEP_TOKENS, sigma_of
 from benchmarks.hindsight import Shape, Times, by_chance, with_all_known
 from benchmarks.parsers import parser_of
 from dynaserve.bench.options import positive, whole
@@ -36,7 +36,7 @@ from dynaserve.bench.verdict import growth
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.global_scheduler import Options, Policy
 from dynaserve.latency_profile import load
-from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.fleet import INDEX, LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
 from dynaserve.simulation import Batching, EngineOptions, SimulationOptions
@@ -262,7 +262,7 @@ def fleet_of(profile: Path, logs: Path, *frontend_args: str) -> LocalFleet:
     batching = ["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{TBT_SLO_MS:g}", "--no-enable-prefix-caching"]
     files = ["--dynaserve-profile", str(profile), "--dynaserve-step-log", f"{where}/steps-{INDEX}.csv"]
     limits = ["--max-num-batched-tokens", str(MOST_STEP_TOKENS), "--max-num-seqs", str(MOST_RUNNING)]
-    return NumberedFleet(
+    return LocalFleet(
         smollm2(),
         instances=INSTANCES,
         dtype=fast_dtype(),

@@ -222,13 +222,43 @@ def test_each_system_is_two_instances_of_the_same_kind(tmp_path: Path) -> None:
     assert "--dynaserve-batching slo --tbt-slo-ms 50" in commands["dynamic"]
 
 
-def test_policies_that_predict_are_told_the_latencies_that_are_known(tmp_path: Path) -> None:
+def test_every_start_begins_with_the_same_latencies(tmp_path: Path) -> None:
     site = Site(tmp_path / "model", tmp_path / "profile.json")
-    before = site.fleet(CANDIDATES["dynamic"], 100.0, tmp_path).frontend_command()
-    assert before[-4:] == ["--policy", "dynamic", "--fleet-tbt-slo-ms", "100"]
-    site.profile.touch()
-    assert site.fleet(CANDIDATES["dynamic"], 100.0, tmp_path).frontend_command()[-2:] == ["--latency-profile", str(site.profile)]
+    site.profile.write_text("learnt")
+    own = [tmp_path / "logs" / f"profile-{index}.json" for index in range(2)]
+    for _ in range(2):
+        fleet = site.fleet(CANDIDATES["dynamic"], 100.0, tmp_path / "logs")
+        assert [path.read_text() for path in own] == ["learnt", "learnt"]
+        for index, path in enumerate(own):
+            assert fleet.instance_command(index)[-2:] == ["--dynaserve-profile", str(path)]
+            path.write_text("refined")
+    assert fleet.frontend_command()[-2:] == ["--latency-profile", str(site.profile)]
     assert "--latency-profile" not in site.fleet(CANDIDATES["disaggregated"], 100.0, tmp_path).frontend_command()
+
+
+class ToySite(Site):
+    """Its servers keep a profile when they stop, as instances do."""
+
+    def system(self, name: str, tbt_slo_ms: float, logs: Path) -> System:
+        folder = logs / f"{name}-tbt-{tbt_slo_ms:g}"
+        folder.mkdir(parents=True)
+
+        @contextmanager
+        def start() -> Iterator[Running]:
+            with running_server() as server:
+                server.act = Act(slots=4)
+                yield Running((server.url,))
+            (folder / "profile-0.json").write_text("learnt")
+
+        return System(name, start=start)
+
+
+def test_latencies_are_learnt_once_before_all_turns(tmp_path: Path, campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    site = ToySite(tmp_path / "model", tmp_path / "profile.json")
+    for _ in range(2):
+        site.learn(5000.0, tmp_path / "logs", campaign.teach)
+    assert site.profile.read_text() == "learnt"
+    assert capsys.readouterr().err.count("learning the latency of steps: fixed:20,5") == 1
 
 
 @pytest.mark.parametrize(

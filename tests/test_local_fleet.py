@@ -36,6 +36,11 @@ def test_the_plugin_can_be_left_out() -> None:
     assert "--plugin" not in LocalFleet("model", plugin=None).instance_command(0)
 
 
+def test_arguments_may_name_the_instance() -> None:
+    fleet = LocalFleet("model", vllm_args=("--dynaserve-step-log", "steps-INDEX.csv"))
+    assert [fleet.instance_command(index)[-1] for index in range(2)] == ["steps-0.csv", "steps-1.csv"]
+
+
 @pytest.mark.vllm
 def test_an_instance_that_cannot_start_shows_its_last_lines_and_leaves_nothing(tmp_path: Path) -> None:
     fleet = LocalFleet(tmp_path / "no-such-model", instances=1, plugin=None, log_dir=tmp_path, stop_timeout_s=5)

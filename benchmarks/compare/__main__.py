@@ -1,11 +1,12 @@
 """`make bench-compare`: capacity and goodput of several systems on this machine, each of two real vLLM instances, in turns, in one run.
 
 SmolLM2-135M on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO is one comparison
-as `dynaserve bench compare` makes it. In each repetition every system is started once, and once for each SLO where it goes by it. While
-it runs it has its turn of every workload: a request for each second of a run, all at once (which warms it up, and the first time tells
-its saturation rate), then the search for its capacity, from the highest one on that the comparison has found so far. Finished turns
-stay in the output folder: a run that was stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end
-there is one table over all workloads for each SLO.
+as `dynaserve bench compare` makes it. First two instances learn how long steps take here; every start begins with that. In each
+repetition every system is started once, and once for each SLO where it goes by it. While it runs it has its turn of every workload: a
+request for each second of a run, all at once (which warms it up, and the first time tells its saturation rate), then the search for
+its capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output folder: a run that was
+stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over all workloads for
+each SLO.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS, OURS, SLO_COL
 from benchmarks.parsers import parser_of
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
-from dynaserve.errors import ConfigError
+from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import write_in_one_move
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
@@ -82,7 +83,12 @@ def main(arguments: Sequence[str]) -> None:
     }
     print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
     try:
+        if any(CANDIDATES[name].slo_batches for name in campaign.systems):
+            site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
         campaign.run(site.system, provenance)
+    except DynaServeError as error:
+        print(f"bench-compare: {error}", file=sys.stderr)
+        raise SystemExit(FAILED) from error
     except KeyboardInterrupt as error:
         print(f"bench-compare: {str(error) or 'interrupted'}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from error

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS
 from benchmarks.compare.outcome import LEAST_SHARE, Compared, holds_other, read, there_is
-from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, systems
+from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, systems, trial
 from dynaserve.bench.capacity import SearchOptions
 from dynaserve.bench.compare import CompareOptions, Measurement
 from dynaserve.bench.comparison import Comparison
@@ -69,6 +69,13 @@ class Campaign:
                 print(f"\n{name}, P99 TBT within {' and '.join(f'{slo:g}' for slo in tbt_slos_ms)} ms, repetition {number + 1}", flush=True)
                 with _telling(name), systems.running(system_of(name, tbt_slos_ms[0], self.output / "logs")) as running:
                     self._take_turns(name, number, running, lacking)
+
+    def teach(self, running: Running) -> None:
+        """Of each workload a request for each second of a run, all at once. Raises ConfigError."""
+        for workload in self.workloads:
+            opts = replace(self._replay(workload, self.tbt_slos_ms[0]), urls=running.urls)
+            rate_per_s = trial.saturation(opts, self.seed)
+            print(f"learning the latency of steps: {workload}  {rate_per_s:8.3g} requests/s", file=sys.stderr, flush=True)
 
     def found(self) -> tuple[list[list[Compared]], list[str]]:
         """What is there, by SLO, and the names of comparisons that are not."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynaserve.bench import systems
 from dynaserve.bench.systems import Running, System
-from dynaserve.local.fleet import LocalFleet
+from dynaserve.local.fleet import INDEX, LocalFleet
 from dynaserve.machine import fast_dtype
 
 START_TIMEOUT_S = 900.0
@@ -50,10 +52,22 @@ CANDIDATES = {
 
 @dataclass(frozen=True)
 class Site:
-    """What all systems share. profile: the latencies that instances with SLO-aware batches keep from start to start."""
+    """What all systems share. profile: the latencies that every start of an instance with SLO-aware batches begins with."""
 
     model: Path
     profile: Path
+
+    def learn(self, tbt_slo_ms: float, logs: Path, teach: Callable[[Running], None]) -> None:
+        """Makes the profile, unless it is there: that of the first of two instances that are taught. Raises ConfigError, FleetFailed.
+
+        Turns that handed their profile on would each begin with what the one before happened to see.
+        """
+        if self.profile.exists():
+            return
+        learning = logs / "learning"
+        with systems.running(self.system(SLO_COLOCATED, tbt_slo_ms, learning)) as running:
+            teach(running)
+        shutil.copyfile(_own_profile(_folder(learning, SLO_COLOCATED, tbt_slo_ms), "0"), self.profile)
 
     def system(self, name: str, tbt_slo_ms: float, logs: Path) -> System:
         """One of CANDIDATES. logs: gets a folder of its name."""
@@ -61,34 +75,48 @@ class Site:
 
         @contextmanager
         def start() -> Iterator[Running]:
-            folder = logs / (f"{name}-tbt-{tbt_slo_ms:g}" if candidate.slo_batches else name)
-            with self.fleet(candidate, tbt_slo_ms, folder) as fleet:
+            with self.fleet(candidate, tbt_slo_ms, _folder(logs, name, tbt_slo_ms)) as fleet:
                 front_pids = fleet.pids.get("frontend", [])
                 yield Running([fleet.frontend_url] if front_pids else fleet.urls, front_pids)
 
         return System(name, start=start)
 
-    def fleet(self, candidate: Candidate, tbt_slo_ms: float, logs: Path) -> LocalFleet:
-        return LocalFleet(
+    def fleet(self, candidate: Candidate, tbt_slo_ms: float, folder: Path) -> LocalFleet:
+        """folder: of its logs, and of its instances' profiles, which begin as copies of the shared one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        fleet = LocalFleet(
             self.model,
-            vllm_args=("--served-model-name", "model", *self._instance_args(candidate, tbt_slo_ms)),
+            vllm_args=("--served-model-name", "model", *_instance_args(candidate, tbt_slo_ms, folder)),
             frontend_args=self._frontend_args(candidate, tbt_slo_ms),
             plugin=None if candidate.policy is None else "dynaserve",
             dtype=fast_dtype(),
             max_model_len=MOST_TOKENS,
-            log_dir=logs.absolute(),
+            log_dir=folder.absolute(),
             start_timeout_s=START_TIMEOUT_S,
         )
-
-    def _instance_args(self, candidate: Candidate, tbt_slo_ms: float) -> list[str]:
-        if candidate.slo_batches:
-            slo = ["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{tbt_slo_ms:g}"]
-            return [*slo, "--dynaserve-profile", str(self.profile.absolute())]
-        return [] if candidate.chunk is None else ["--max-num-batched-tokens", str(candidate.chunk)]
+        for index in range(fleet.instances):
+            own = _own_profile(folder, str(index))
+            own.unlink(missing_ok=True)
+            if self.profile.exists():
+                shutil.copyfile(self.profile, own)
+        return fleet
 
     def _frontend_args(self, candidate: Candidate, tbt_slo_ms: float) -> list[str]:
-        """Before there is a profile, the policy learns one from its instances."""
         slo = ["--fleet-tbt-slo-ms", f"{tbt_slo_ms:g}"] if candidate.slo_batches else []
-        chosen = ["--policy", str(candidate.policy), *slo]
-        known = candidate.predicts and self.profile.exists()
-        return [*chosen, "--latency-profile", str(self.profile.absolute())] if known else chosen
+        known = ["--latency-profile", str(self.profile.absolute())] if candidate.predicts else []
+        return ["--policy", str(candidate.policy), *slo, *known]
+
+
+def _folder(logs: Path, name: str, tbt_slo_ms: float) -> Path:
+    return logs / (f"{name}-tbt-{tbt_slo_ms:g}" if CANDIDATES[name].slo_batches else name)
+
+
+def _own_profile(folder: Path, index: str) -> Path:
+    return folder.absolute() / f"profile-{index}.json"
+
+
+def _instance_args(candidate: Candidate, tbt_slo_ms: float, folder: Path) -> list[str]:
+    if candidate.slo_batches:
+        slo = ["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{tbt_slo_ms:g}"]
+        return [*slo, "--dynaserve-profile", str(_own_profile(folder, INDEX))]
+    return [] if candidate.chunk is None else ["--max-num-batched-tokens", str(candidate.chunk)]

@@ -26,6 +26,7 @@ POLL_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 1.0
 FIXED_PORTS = range(20_000, 32_768)
 """Below those that Linux gives to outgoing connections."""
+INDEX = "INDEX"
 
 
 class FleetFailed(DynaServeError):
@@ -36,9 +37,10 @@ class FleetFailed(DynaServeError):
 class LocalFleet:
     """Instances of `vllm serve` and a front-end, started on entering the context and stopped on leaving it.
 
-    plugin: for `--plugin`; None starts stock vLLM servers, and then no front-end. ports: of the instances, then of the
-    front-end; empty takes free ones. log_dir: gets a file per process; None makes a temporary folder. progress: called
-    with one line about each second of the start. Nothing is left of any process, also if this one is killed.
+    vllm_args: INDEX in them is the instance's number. plugin: for `--plugin`; None starts stock vLLM servers, and then no
+    front-end. ports: of the instances, then of the front-end; empty takes free ones. log_dir: gets a file per process; None
+    makes a temporary folder. progress: called with one line about each second of the start. Nothing is left of any process,
+    also if this one is killed.
     """
 
     model: Path | str
@@ -116,6 +118,11 @@ class LocalFleet:
         self._start("frontend", self.frontend_command(), {})
         self.wait_healthy({"frontend": self.frontend_url}, deadline or time.monotonic() + self.start_timeout_s)
 
+    def place_by(self, frontend_args: Sequence[str]) -> None:
+        """Replaces the front-end by one with these arguments. Raises FleetFailed."""
+        self.frontend_args = frontend_args
+        self.start_frontend()
+
     def check_alive(self) -> None:
         """Raises FleetFailed, with the log's end, if a process has ended."""
         for name in self.children:
@@ -125,7 +132,8 @@ class LocalFleet:
         plugin = [] if self.plugin is None else ["--plugin", self.plugin]
         limits = ["--dtype", self.dtype, "--block-size", "32", "--max-model-len", str(self.max_model_len), "--enforce-eager"]
         address = ["--host", HOST, "--port", str(self.ports[index])]
-        return [_script("vllm"), "serve", str(self.model), *plugin, *address, *limits, *self.vllm_args]
+        own = [part.replace(INDEX, str(index)) for part in self.vllm_args]
+        return [_script("vllm"), "serve", str(self.model), *plugin, *address, *limits, *own]
 
     def frontend_command(self) -> list[str]:
         address = ["--host", HOST, "--port", str(self.ports[-1])]
