@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import httpx
 
@@ -19,6 +20,10 @@ from workloads.trace import TraceRequest
 _HEAD_START_S = 0.1
 _LAG_INTERVAL_S = 0.01
 _PROGRESS_INTERVAL_S = 1.0
+
+
+IsLost = Callable[[float], bool]
+"""Called with each gap between two tokens (ms), in the order in which they end."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,12 @@ async def replay(
     plan: Sequence[Planned],
     timeout_s: float,
     show: Callable[[Progress], None],
-    is_lost: Callable[[RequestRecord], bool] = lambda _: False,
+    is_lost: IsLost = lambda _: False,
 ) -> Recording:
     """Sends each request of the plan (ordered by time) when it is due; returns when all have ended.
 
-    timeout_s: for one request, from sending to its end. show: called each second. is_lost: called with each request that has ended; from
-    the first time that it is true nothing more is sent.
+    timeout_s: for one request, from sending to its end. show: called each second. is_lost: from the first time that it is true nothing
+    more is sent.
     """
     gc.collect()
     gc.freeze()  # A collection that walks all the prepared bodies would stop the clock's reader for milliseconds.
@@ -105,8 +110,11 @@ async def replay(
     return Recording(started_unix_s, records, loop_lags_ms, stolen.share())
 
 
-async def send(http: httpx.AsyncClient, planned: Planned, start_s: float, timeout_s: float) -> RequestRecord:
-    """Sends one request now and reads its answer. start_s: `time.perf_counter()` at the start of the run."""
+async def send(
+    http: httpx.AsyncClient, planned: Planned, start_s: float, timeout_s: float, on_gap: Callable[[float], None] = lambda _: None
+) -> RequestRecord:
+    """Sends one request now and reads its answer. start_s: `time.perf_counter()` at the start of the run. on_gap: called with each gap
+    between two tokens (ms)."""
     stream, status = CompletionStream(), None
     sent_s = time.perf_counter()
     try:
@@ -119,7 +127,10 @@ async def send(http: httpx.AsyncClient, planned: Planned, start_s: float, timeou
                 failure: Failure | None = Failure(f"HTTP {status}", (await response.aread())[:500].decode(errors="replace"))
             else:
                 async for data in response.aiter_raw():
+                    known = len(stream.token_times_s)
                     stream.feed(data, time.perf_counter() - start_s)
+                    for before, after in pairwise(stream.token_times_s[max(0, known - 1) :]):
+                        on_gap(1e3 * (after - before))
                 failure = stream.end(planned.request.output_tokens)
     except TimeoutError:
         failure = Failure("timed out", f"no end after {timeout_s:g} s")
@@ -151,16 +162,18 @@ async def _counted(
     start_s: float,
     timeout_s: float,
     progress: Progress,
-    is_lost: Callable[[RequestRecord], bool],
+    is_lost: IsLost,
 ) -> RequestRecord:
+    def on_gap(gap_ms: float) -> None:
+        progress.given_up = is_lost(gap_ms) or progress.given_up
+
     progress.sent += 1
-    record = await send(http, planned, start_s, timeout_s)
+    record = await send(http, planned, start_s, timeout_s, on_gap)
     progress.output_tokens += len(record.token_times_s)
     if record.failure is None:
         progress.finished += 1
     else:
         progress.failed += 1
-    progress.given_up = is_lost(record) or progress.given_up
     return record
 
 

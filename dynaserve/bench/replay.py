@@ -15,12 +15,11 @@ import numpy as np
 from rich.console import Console
 
 from dynaserve.bench import client, endpoint, options, report
-from dynaserve.bench.client import Planned, Progress, Recording
+from dynaserve.bench.client import IsLost, Planned, Progress, Recording
 from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.measures import summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.prompts import Prompts
-from dynaserve.bench.records import RequestRecord
 from dynaserve.errors import ConfigError
 from workloads import arrivals, catalog
 from workloads.trace import TraceRequest, WorkloadError
@@ -83,7 +82,7 @@ async def measure(
     requests: Sequence[TraceRequest],
     prompts: Prompts,
     show: Callable[[Progress], None],
-    is_lost: Callable[[RequestRecord], bool] = lambda _: False,
+    is_lost: IsLost = lambda _: False,
 ) -> tuple[list[Endpoint], Recording]:
     """Probes the servers, warms them up and replays the requests. Raises ConfigError if one does not do as asked before.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dynaserve.bench import replay
-from dynaserve.bench.client import Progress, Recording
+from dynaserve.bench.client import IsLost, Progress, Recording
 from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.measures import Summary, summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
@@ -91,7 +91,7 @@ def _measured(
     opts: ReplayOptions,
     requests: Sequence[TraceRequest],
     show: Callable[[Progress], None] = lambda _: None,
-    is_lost: Callable[[RequestRecord], bool] = lambda _: False,
+    is_lost: IsLost = lambda _: False,
 ) -> tuple[Sequence[Endpoint], Recording, Summary]:
     prompts = Prompts(secrets.randbits(32), opts.vocabulary)
     servers, recording = asyncio.run(replay.measure(opts, requests, prompts, show, is_lost))

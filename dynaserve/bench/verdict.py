@@ -41,9 +41,9 @@ class LostCause:
         # np.percentile interpolates from the element of this rank upwards.
         self._late_left = gaps - math.floor(0.99 * (gaps - 1))
 
-    def is_lost(self, record: RequestRecord) -> bool:
-        """Called with each request that has ended."""
-        self._late_left -= sum(gap > self._slo.tbt_ms for gap in record.gaps_ms)
+    def is_lost(self, gap_ms: float) -> bool:
+        """Called with each gap between two tokens."""
+        self._late_left -= gap_ms > self._slo.tbt_ms
         return self._late_left <= 0
 
 
