@@ -34,6 +34,12 @@ class DeadlineMargin:
         """Of the time that is left, what the prediction may take. sigma: of the logarithm of measured over predicted."""
         return math.exp(-self.sigmas * sigma)
 
+    def admitting_share(self, sigma: float) -> float:
+        """The same of a step of decodes alone, for who may begin. What was learnt from steps that mix prefill and decodes may allow more,
+        but not less than errors that are normally distributed: prompts would wait, begin all the same once they have waited too long,
+        and their decodes make steps late, from which more would be learnt."""
+        return math.exp(-min(self.sigmas, NORMAL_SIGMAS) * sigma)
+
     @property
     def late_share(self) -> float:
         """Of the steps that use up their time, what may be late."""

@@ -48,6 +48,8 @@ class RunningDecodes:
 
 KNOWN_GROWTH = 2
 """Times the largest step that was measured: what is far beyond it is guessed, from steps that may all have been small."""
+SPARED_STEPS = 9
+"""In a row, at most, that are without prefill where the least of it would make decodes late that are in time without."""
 _AT_LIMIT = (BudgetReason.step_limit, BudgetReason.efficiency, BudgetReason.minimum_share)
 NO_DECODES = RunningDecodes(0, 0, math.inf)
 
@@ -65,7 +67,8 @@ class StepPlan:
 
 @dataclass
 class StepPlanner:
-    """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline.
+    """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline; where they alone keep it, in each
+    tenth step only, as a machine that is slow for a while would compute a few prompt tokens at the price of every decode's.
 
     unprofiled_prefill_tokens: beside decodes, while too few steps, or none as large, were measured to predict one. speculated_tokens:
     of each decode, at most.
@@ -77,6 +80,7 @@ class StepPlanner:
     unprofiled_prefill_tokens: int
     margin: DeadlineMargin = field(default_factory=DeadlineMargin)
     speculated_tokens: int = 0
+    _spared: int = 0
 
     def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:
         """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
@@ -93,9 +97,16 @@ class StepPlanner:
         table = self.profile.table
         if table is None:
             return self._unprofiled(decodes, waiting)
-        limit_ms = max(0.0, 1e3 * (decodes.due_s - now_s)) * self.margin.share(table.sigma)
+        left_ms = max(0.0, 1e3 * (decodes.due_s - now_s))
+        limit_ms = left_ms * self.margin.share(table.sigma)
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self._most_tokens(decodes), min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, decodes.shape, waiting, limits)
+        if budget.reason == BudgetReason.minimum_share and decodes.number and self._spared < SPARED_STEPS:
+            alone_ms = table.step_ms(decodes.shape)
+            if alone_ms <= left_ms:
+                self._spared += 1
+                return StepPlan(0, limit_ms, alone_ms, BudgetReason.step_limit, late=alone_ms > limit_ms)
+        self._spared = 0
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
 
     def _most_tokens(self, decodes: RunningDecodes) -> int:
@@ -132,8 +143,8 @@ class StepPlanner:
 
         Nothing is known to be too much before anything was measured.
         """
-        share = self.step_share
-        return share is None or self.decodes_ms(decodes, context_tokens) <= slo_ms * share
+        table = self.profile.table
+        return table is None or self.decodes_ms(decodes, context_tokens) <= slo_ms * self.margin.admitting_share(table.sigma)
 
     def _unprofiled(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork]) -> StepPlan:
         most = self.unprofiled_prefill_tokens if decodes.number else self.max_tokens

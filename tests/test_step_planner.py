@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from dynaserve.deadline_margin import LATE_SHARE, MOST_LATE_SHARE
+from dynaserve.deadline_margin import LATE_SHARE, MOST_LATE_SHARE, NORMAL_SIGMAS
 from dynaserve.live_profile import LEAST_SAMPLES, MOST_SAMPLES, WARM_UP_STEPS, LiveProfile
 from dynaserve.step_latency import BatchShape, BudgetReason, PrefillWork, ProfileTable, Roofline, prefill_pairs
-from dynaserve.step_planner import NO_DECODES, RunningDecodes, StepPlan, StepPlanner
+from dynaserve.step_planner import NO_DECODES, SPARED_STEPS, RunningDecodes, StepPlan, StepPlanner
 
 MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
 SLO_S = 0.1
@@ -97,6 +97,21 @@ def test_a_missed_deadline_still_lets_prefill_progress_and_is_told() -> None:
     assert (plan.prefill_tokens, plan.reason, plan.late) == (16, BudgetReason.minimum_share, True)
 
 
+def test_decodes_that_alone_are_in_time_are_made_late_by_a_tenth_of_the_steps_only() -> None:
+    table = ProfileTable(MACHINE)
+    each, decodes, work = planner(table), running(10), [PrefillWork(5000)]
+    alone_ms = table.step_ms(decodes.shape)
+    due_s = 1e-3 * (alone_ms + 0.1)
+    plans = [each.plan(running(10, due_s=due_s), work, now_s=0.0) for _ in range(2 * (SPARED_STEPS + 1))]
+    assert [plan.prefill_tokens for plan in plans] == 2 * (SPARED_STEPS * [0] + [16])
+    assert {(plan.predicted_ms, plan.reason) for plan in plans if not plan.prefill_tokens} == {(alone_ms, BudgetReason.step_limit)}
+    # A step with time for some prefill ends the row.
+    each.plan(running(10, due_s=due_s), work, now_s=0.0)
+    assert each.plan(decodes, work, now_s=0.0).prefill_tokens > 16
+    plans = [each.plan(running(10, due_s=due_s), work, now_s=0.0) for _ in range(SPARED_STEPS + 1)]
+    assert [plan.prefill_tokens for plan in plans] == SPARED_STEPS * [0] + [16]
+
+
 def test_a_prompt_alone_takes_what_the_table_says() -> None:
     table = ProfileTable(MACHINE)
     shape = BatchShape(prefill_tokens=700, prefill_pairs=prefill_pairs(700, 300))
@@ -136,6 +151,24 @@ def test_steps_may_be_late_more_often_where_few_use_up_their_time() -> None:
             each.observe(step_shape(plan, decodes), plan, 50.0, 50.0)
     assert busy.margin.late_share == pytest.approx(LATE_SHARE, rel=0.1)
     assert resting.margin.late_share == MOST_LATE_SHARE
+
+
+def test_errors_of_mixed_steps_do_not_keep_prompts_from_beginning() -> None:
+    each = planner(ProfileTable(MACHINE))
+
+    def most(limit_ms: float) -> int:
+        return max(number for number in range(1, 500) if each.decodes_ms(number, 500 * number) <= limit_ms)
+
+    def admitted() -> int:
+        return max(number for number in range(1, 500) if each.fits(number, 500 * number, 100.0))
+
+    assert each.profile.table is not None
+    usual = most(100 * math.exp(-NORMAL_SIGMAS * each.profile.table.sigma))
+    assert admitted() == usual
+    each.margin.sigmas = 5.0
+    assert admitted() == usual
+    each.margin.sigmas = 1.0
+    assert admitted() == most(100 * math.exp(-each.profile.table.sigma)) > usual
 
 
 def test_the_first_steps_of_an_engine_are_not_learnt() -> None:
