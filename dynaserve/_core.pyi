@@ -1078,7 +1078,7 @@ class SimulatedRequest:
 class SimulationOptions:
     """A simulated fleet."""
 
-    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, revises: bool = True, step_sigma: float, tbt_slo_ms: float, ttft_slo_ms: float = float('inf'), seed: int) -> None: ...
+    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, revises: bool = True, step_sigma: float, drift_sigma: float = 0.0, drift_ms: float = 5000.0, tbt_slo_ms: float, ttft_slo_ms: float = float('inf'), seed: int) -> None: ...
 
 class SimulatedOutcome:
     """What became of a request; absolute times."""

@@ -28,10 +28,15 @@ def table(roofline: str = EVERY_STEP_10_MS) -> ProfileTable:
 
 
 def engine(
-    batching: Batching = Batching.fixed_chunk, chunk: int = 2048, running: int = 256, kv: int = 1 << 30, slo_ms: float = math.inf
+    batching: Batching = Batching.fixed_chunk,
+    chunk: int = 2048,
+    running: int = 256,
+    kv: int = 1 << 30,
+    slo_ms: float = math.inf,
+    margin: float = 1.0,
 ) -> EngineOptions:
     return EngineOptions(
-        batching=batching, max_step_tokens=chunk, max_running=running, kv_tokens=kv, min_prefill_tokens=16, slo_ms=slo_ms, margin=1.0
+        batching=batching, max_step_tokens=chunk, max_running=running, kv_tokens=kv, min_prefill_tokens=16, slo_ms=slo_ms, margin=margin
     )
 
 
@@ -43,6 +48,8 @@ def run(
     instances: int = 1,
     roofline: str = EVERY_STEP_10_MS,
     sigma: float = 0.0,
+    drift_sigma: float = 0.0,
+    drift_ms: float = 5000.0,
     seed: int = 1,
     tbt_slo_ms: float = math.inf,
     ttft_slo_ms: float = math.inf,
@@ -63,6 +70,8 @@ def run(
         streams_kv=streams_kv,
         revises=revises,
         step_sigma=sigma,
+        drift_sigma=drift_sigma,
+        drift_ms=drift_ms,
         tbt_slo_ms=tbt_slo_ms,
         ttft_slo_ms=ttft_slo_ms,
         seed=seed,
@@ -311,6 +320,32 @@ def test_the_same_seed_gives_the_same_run() -> None:
     requests = [(3.0 * number, 100, 10) for number in range(50)]
     one, again, other = (run(requests, sigma=0.1, seed=seed).end_ms for seed in (1, 1, 2))
     assert one == again != other
+
+
+def test_the_speed_of_an_instance_wanders_as_far_as_it_is_told_to() -> None:
+    result = run([(0.0, 10, 60_000)], sigma=0.05, drift_sigma=0.2, drift_ms=500.0)
+    logs = np.log([gap_bin_ms(bin_) for bin_ in range(1, 4000)])
+    counts = np.array(result.gap_counts[1:])
+    mean = np.average(logs, weights=counts)
+    assert math.exp(mean) == pytest.approx(10.0, rel=0.1)
+    assert math.sqrt(np.average((logs - mean) ** 2, weights=counts)) == pytest.approx(math.hypot(0.05, 0.2), rel=0.15)
+
+
+@pytest.mark.parametrize("drift_ms", [1.0, 5000.0])
+def test_an_instance_follows_its_speed_and_keeps_further_from_deadlines_where_it_cannot(drift_ms: float) -> None:
+    requests = [(60.0 * number, 400, 30) for number in range(1000)]
+    instance = engine(Batching.slo, slo_ms=30.0, margin=math.exp(-2.65 * 0.05))
+    found = run(requests, instance, roofline="5,0.1,8,0,0.05,0", sigma=0.05, drift_sigma=0.3, drift_ms=drift_ms, tbt_slo_ms=30.0)
+    assert sum(outcome.late_gaps for outcome in found.outcomes) / sum(found.gap_counts) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("sigma", "drift_sigma", "drift_ms", "named"),
+    [(0.1, -1.0, 1.0, "drift_sigma is -1"), (0.1, 0.1, 0.0, "drift_ms is 0"), (0.0, 0.1, 1.0, "and step_sigma is 0")],
+)
+def test_impossible_speeds_are_refused(sigma: float, drift_sigma: float, drift_ms: float, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        run([(0.0, 1, 1)], sigma=sigma, drift_sigma=drift_sigma, drift_ms=drift_ms)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ void Validate(const EngineOptions& options) {
 }
 
 SimulatedInstance::SimulatedInstance(const ProfileTable& table, const EngineOptions& options)
-    : table_(&table), options_(options) {
+    : table_(&table), options_(options), margin_(options.margin) {
   Validate(options);
 }
 
@@ -126,7 +126,7 @@ void SimulatedInstance::GatherPrefills() {
     const bool decodes_later = sequence.becomes_decode();
     if (options_.batching == Batching::kSlo && decodes_later && !sequence.decodes() &&
         decodes.decodes > 0 &&
-        !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * options_.margin)) {
+        !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * margin_)) {
       return;
     }
     const std::int64_t left = std::min(sequence.known, sequence.end) - sequence.computed;
@@ -149,14 +149,14 @@ std::int64_t SimulatedInstance::Budget() {
 }
 
 double SimulatedInstance::LimitMs() const {
-  if (shape_.decodes > 0) return std::max(0.0, (due_ms_ - now_ms_) * options_.margin);
+  if (shape_.decodes > 0) return std::max(0.0, (due_ms_ - now_ms_) * margin_);
   double left_ms = std::numeric_limits<double>::infinity();
   for (const auto& [request, expected] : expected_) {
     const BatchShape own{.decodes = 1, .decode_context_tokens = expected.prompt};
     const double comes_in_ms = std::max(0.0, expected.at_ms - now_ms_);
     left_ms = std::min(left_ms, comes_in_ms + options_.slo_ms - table_->StepMs(own));
   }
-  return std::max(0.0, left_ms * options_.margin);
+  return std::max(0.0, left_ms * margin_);
 }
 
 void SimulatedInstance::Spend(std::int64_t budget) {

@@ -49,7 +49,8 @@ class Simulation {
  public:
   Simulation(const ProfileTable& table, std::span<const SimulatedRequest> requests,
              const SimulationOptions& options)
-      : requests_(requests),
+      : table_(table),
+        requests_(requests),
         options_(options),
         predicts_(!options.round_robin && Predicts(options.placement.policy)),
         scheduler_(options.placement, Predicts(options.placement.policy) ? &table : nullptr),
@@ -58,6 +59,14 @@ class Simulation {
         sent_tokens_(requests.size(), 0),
         arrived_ms_(requests.size(), 0.0),
         last_token_ms_(requests.size(), -1.0) {
+    const auto count = static_cast<std::size_t>(options.instances);
+    if (Drifts()) {
+      learnt_.reserve(count);
+      for (std::size_t i = 0; i < count; ++i) {
+        learnt_.emplace_back(table);
+        drifts_.push_back({options.drift_sigma * Normal()});
+      }
+    }
     result_.outcomes.resize(requests.size());
     result_.gap_counts.resize(kGapBins, 0);
     for (std::int64_t i = 0; i < options.instances; ++i) {
@@ -65,11 +74,11 @@ class Simulation {
       std::snprintf(id, sizeof id, "%08u", static_cast<unsigned>(i));
       index_[id] = static_cast<std::uint32_t>(i);
       scheduler_.Observe({id, true, LimitsOf(options.engine)});
-      instances_.emplace_back(table, options.engine);
+      instances_.emplace_back(Drifts() ? learnt_[static_cast<std::size_t>(i)] : table,
+                              options.engine);
       step_ms_.push_back(0.0);
       ids_.emplace_back(id);
     }
-    const std::size_t count = instances_.size();
     out_free_ms_.resize(count, 0.0);
     in_free_ms_.resize(count, 0.0);
     reported_ms_.resize(count, 0.0);
@@ -142,9 +151,9 @@ class Simulation {
   void Wake(std::uint32_t at) {
     SimulatedInstance& instance = instances_[at];
     if (instance.stepping()) return;
-    const double predicted_ms = instance.BeginStep(now_ms_);
-    if (predicted_ms <= 0.0) return;
-    step_ms_[at] = predicted_ms * std::exp(options_.step_sigma * Normal());
+    if (instance.BeginStep(now_ms_) <= 0.0) return;
+    step_ms_[at] =
+        table_.StepMs(instance.shape()) * std::exp(options_.step_sigma * Normal() + DriftOf(at));
     events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}, at});
   }
 
@@ -152,6 +161,11 @@ class Simulation {
     results_.clear();
     if (predicts_) {
       scheduler_.ObserveStep(ids_[at], instances_[at].shape(), step_ms_[at], now_ms_);
+    }
+    if (Drifts()) {
+      learnt_[at].Observe(instances_[at].shape(), step_ms_[at]);
+      instances_[at].SetMargin(
+          std::pow(options_.engine.margin, learnt_[at].sigma() / options_.step_sigma));
     }
     instances_[at].EndStep(now_ms_, step_ms_[at], results_);
     for (const StepResult& result : results_) {
@@ -167,6 +181,19 @@ class Simulation {
       }
     }
     if (predicts_) Report(at);
+  }
+
+  bool Drifts() const { return options_.drift_sigma > 0.0; }
+
+  // Of the logarithm of its steps' latencies, now.
+  double DriftOf(std::uint32_t at) {
+    if (!Drifts()) return 0.0;
+    Drift& drift = drifts_[at];
+    const double kept = std::exp(-(now_ms_ - drift.at_ms) / options_.drift_ms);
+    drift.value =
+        kept * drift.value + options_.drift_sigma * std::sqrt(1.0 - kept * kept) * Normal();
+    drift.at_ms = now_ms_;
+    return drift.value;
   }
 
   bool IsAlphaOfTwo(const SimulatedSequence& sequence) const {
@@ -285,6 +312,12 @@ class Simulation {
     return radius * std::cos(2.0 * std::numbers::pi * uniform());
   }
 
+  struct Drift {
+    double value = 0.0;
+    double at_ms = 0.0;
+  };
+
+  const ProfileTable& table_;
   const std::span<const SimulatedRequest> requests_;
   const SimulationOptions options_;
   const bool predicts_;
@@ -292,6 +325,8 @@ class Simulation {
   Scheduler scheduler_;
   std::mt19937_64 random_;
   std::unordered_map<InstanceId, std::uint32_t> index_;
+  std::vector<ProfileTable> learnt_;  // by instance, which refers to it
+  std::vector<Drift> drifts_;         // by instance
   std::vector<SimulatedInstance> instances_;
   std::vector<double> step_ms_;
   std::vector<std::uint32_t> betas_;
@@ -338,6 +373,13 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
         "ttft_slo_ms is " + std::to_string(options.ttft_slo_ms) + "; it must be above 0");
   Check(options.step_sigma >= 0.0 && std::isfinite(options.step_sigma),
         "step_sigma is " + std::to_string(options.step_sigma) + "; it must not be negative");
+  Check(options.drift_sigma >= 0.0 && std::isfinite(options.drift_sigma),
+        "drift_sigma is " + std::to_string(options.drift_sigma) + "; it must not be negative");
+  Check(options.drift_ms > 0.0,
+        "drift_ms is " + std::to_string(options.drift_ms) + "; it must be above 0");
+  Check(options.drift_sigma == 0.0 || options.step_sigma > 0.0,
+        "drift_sigma is " + std::to_string(options.drift_sigma) +
+            " and step_sigma is 0; margins grow by their ratio");
   double before_ms = 0.0;
   for (const SimulatedRequest& request : requests) {
     Check(request.prompt_tokens >= 1 && request.output_tokens >= 1 &&

@@ -41,6 +41,8 @@ class Fleet:
     revises: bool
     expect: str
     step_sigma: float
+    drift_sigma: float
+    drift_ms: float
     model: ModelSize | None
 
 
@@ -120,6 +122,8 @@ def _simulate(fleet: Fleet, opts: ReplayOptions) -> tuple[list[TraceRequest], Si
         streams_kv=fleet.streams_kv,
         revises=fleet.revises,
         step_sigma=fleet.step_sigma,
+        drift_sigma=fleet.drift_sigma,
+        drift_ms=fleet.drift_ms,
         tbt_slo_ms=opts.slo.tbt_ms,
         ttft_slo_ms=opts.slo.ttft_ms or math.inf,
         seed=opts.seed,
@@ -179,6 +183,8 @@ def _fleet(args: argparse.Namespace) -> Fleet:
         revises=not args.fixed_hand_offs,
         expect=args.expect,
         step_sigma=args.step_sigma,
+        drift_sigma=args.drift_sigma or 0.0,
+        drift_ms=1e3 * args.drift_s,
         model=model,
     )
 

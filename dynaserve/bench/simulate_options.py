@@ -72,6 +72,10 @@ def _add_latency(group: Any) -> None:
         "--roofline", metavar="O,T,K,P,D,C", help="overhead ms, ms a token, knee tokens, ms a pair, a decode, a context token"
     )
     group.add_argument("--step-sigma", type=options.positive, default=0.02, metavar="X", help="log-normal noise of steps (default: 0.02)")
+    group.add_argument(
+        "--drift-sigma", type=options.positive, metavar="X", help="of the speed of each instance, log-normal (default: none)"
+    )
+    group.add_argument("--drift-s", type=options.positive, default=5.0, metavar="T", help="how long a speed lasts (default: %(default)s)")
 
 
 def _add_fleet(group: Any) -> None:

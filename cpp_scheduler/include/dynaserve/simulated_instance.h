@@ -102,6 +102,9 @@ class SimulatedInstance {
   // Requires that the step before it was ended.
   double BeginStep(double now_ms);
 
+  // Replaces EngineOptions::margin, in (0, 1].
+  void SetMargin(double margin) { margin_ = margin; }
+
   // Frees KV that an ended sequence has kept.  Requires that it has kept as much.
   void ReleaseKv(std::int64_t tokens);
 
@@ -127,6 +130,7 @@ class SimulatedInstance {
 
   const ProfileTable* table_;
   const EngineOptions options_;
+  double margin_;
 
   std::deque<SimulatedSequence> waiting_;
   std::vector<SimulatedSequence> running_;  // in order of admission

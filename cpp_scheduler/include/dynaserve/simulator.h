@@ -45,6 +45,11 @@ struct SimulationOptions {
   double report_every_ms = 200.0;     // infinity: never
   bool revises = true;                // false: a hand-off stays where it was placed
   double step_sigma = 0.0;            // of the logarithm of a step's latency
+  // Of the speed of an instance, whose logarithm wanders around 0 (Ornstein-Uhlenbeck) and is
+  // forgotten within some drift_ms; its instance learns from its steps then, as engines do, and its
+  // margin grows as their errors do.
+  double drift_sigma = 0.0;
+  double drift_ms = 5000.0;
   // What a late gap is, and what requests ask for; the latter also of their first tokens.
   double tbt_slo_ms = std::numeric_limits<double>::infinity();
   double ttft_slo_ms = std::numeric_limits<double>::infinity();
