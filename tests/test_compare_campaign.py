@@ -110,6 +110,7 @@ def campaign(tmp_path: Path) -> Campaign:
         workloads=("fixed:20,5",),
         systems=("stock", "dynamic"),
         tbt_slos_ms=(6000.0, 5000.0),
+        together=1,
         scale=0.5,
         traces=None,
         duration_s=0.3,
@@ -175,6 +176,31 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_turns_that_it_lacks(camp
     assert results["systems"]["stock"]["turns"] == stopped["systems"]["stock"]["turns"]
     assert results["systems"]["stock"]["saturation_per_s"] == stopped["systems"]["stock"]["saturation_per_s"]
     assert results["systems"]["dynamic"]["capacity_per_s"] > 0
+
+
+def test_systems_that_are_up_together_have_their_runs_in_turns(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    toys = Toys()
+    both = replace(campaign, together=2, tbt_slos_ms=(6000.0,), resolution=0.2)
+    both.run(toys.system, PROVENANCE)
+    assert sorted(toys.started) == [("dynamic", 6000.0), ("stock", 6000.0)]
+    runs = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if line.endswith(("passed", "s per s"))]
+    alternating = [name for pair in zip(runs[::2], runs[1::2], strict=False) for name in pair]
+    shorter = 2 * min(runs.count("stock"), runs.count("dynamic"))
+    assert shorter >= 4
+    assert alternating[:shorter] == (shorter // 2) * ["stock", "dynamic"]
+    assert both.found()[1] == []
+
+
+def test_a_system_that_breaks_leaves_the_others_their_turns(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    toys = Toys()
+    toys.broken = "stock"
+    both = replace(campaign, together=2, tbt_slos_ms=(6000.0,))
+    both.run(toys.system, PROVENANCE)
+    assert "stock: not measured: it does not start" in capsys.readouterr().err
+    (results,) = campaign.output.glob("*/results.json")
+    assert len(json.loads(results.read_text())["systems"]["dynamic"]["turns"]) == 1
 
 
 def test_turns_of_another_machine_are_measured_again(campaign: Campaign) -> None:

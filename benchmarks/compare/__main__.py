@@ -6,7 +6,7 @@ repetition every system is started once, and once for each SLO where it goes by 
 request for each second of a run, all at once (which warms it up, and the first time tells its saturation rate), then the search for
 its capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output folder: a run that was
 stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over all workloads for
-each SLO.
+each SLO. With --together 2 each two systems are up at the same time, and their runs alternate.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
         workloads=args.workloads or (form.workloads if args.traces else GENERATED),
         systems=args.systems or form.systems,
         tbt_slos_ms=args.tbt_slo_ms or form.tbt_slos_ms,
+        together=args.together,
         scale=args.scale,
         traces=args.traces,
         duration_s=args.duration_s or form.duration_s,
@@ -151,6 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help=f"as for dynaserve bench {both('workloads')}")
     parser.add_argument("--systems", nargs="+", choices=CANDIDATES, metavar="NAME", help=f"ratios are those of {OURS} {both('systems')}")
     parser.add_argument("--tbt-slo-ms", nargs="+", type=positive, metavar="MS", help=f"each {both('tbt_slos_ms')}")
+    together = "systems that are up at a time, run for run in turns: a machine that is slow for a while is so for all of them"
+    parser.add_argument("--together", type=whole(1), default=1, metavar="N", help=f"{together}; 7 GB each {DEFAULT}")
     parser.add_argument(
         "--scale", type=positive, default=0.25, metavar="X", help=f"lengths times X; above {MOST_TOKENS} tokens left out {DEFAULT}"
     )

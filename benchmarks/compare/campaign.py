@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from dynaserve.bench.compare import CompareOptions, Measurement
 from dynaserve.bench.comparison import Comparison
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.systems import Running, System
+from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.machine import fast_dtype
 
@@ -33,11 +34,13 @@ SystemOf = Callable[[str, float, Path], System]
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is compared, and how thoroughly. output: gets a folder for each comparison."""
+    """What is compared, and how thoroughly. together: how many systems are up at a time, run for run in turns. output: gets a folder for
+    each comparison."""
 
     workloads: Sequence[str]
     systems: Sequence[str]
     tbt_slos_ms: Sequence[float]
+    together: int
     scale: float
     traces: Path | None
     duration_s: float
@@ -62,13 +65,20 @@ class Campaign:
         client.allow_many_connections()
         under_way = {one: self._measurement(*one, provenance) for one in self._comparisons()}
         for number in range(self.repetitions):
-            for name, tbt_slos_ms in self._starts(number):
-                lacking = {one: it for one, it in under_way.items() if one[1] in tbt_slos_ms and it.lacks(name, number)}
-                if not lacking:
-                    continue
-                print(f"\n{name}, P99 TBT within {' and '.join(f'{slo:g}' for slo in tbt_slos_ms)} ms, repetition {number + 1}", flush=True)
-                with _telling(name), systems.running(system_of(name, tbt_slos_ms[0], self.output / "logs")) as running:
-                    self._take_turns(name, number, running, lacking)
+            starts = list(self._starts(number))
+            for first in range(0, len(starts), self.together):
+                with ExitStack() as stack:
+                    serving = []
+                    for name, tbt_slos_ms in starts[first : first + self.together]:
+                        lacking = {one: it for one, it in under_way.items() if one[1] in tbt_slos_ms and it.lacks(name, number)}
+                        if not lacking:
+                            continue
+                        within = " and ".join(f"{slo:g}" for slo in tbt_slos_ms)
+                        print(f"\n{name}, P99 TBT within {within} ms, repetition {number + 1}", flush=True)
+                        with _telling(name):
+                            running = stack.enter_context(systems.running(system_of(name, tbt_slos_ms[0], self.output / "logs")))
+                            serving.append(_Serving(name, running, lacking))
+                    self._take_turns(number, serving)
 
     def teach(self, running: Running) -> None:
         """Of each workload a request for each second of a run, all at once. Raises ConfigError."""
@@ -89,18 +99,23 @@ class Campaign:
                 there.setdefault(tbt_slo_ms, []).append(compared)
         return list(there.values()), missing
 
-    def _take_turns(self, name: str, number: int, running: Running, lacking: Mapping[tuple[str, float], Measurement]) -> None:
-        """Of one system that runs. Its saturation is the same at each SLO that it is judged by."""
+    def _take_turns(self, number: int, serving: Sequence[_Serving]) -> None:
+        """Of systems that run. The saturation of each is the same at each SLO that it is judged by."""
         for workload in self.workloads:
-            saturation_per_s: float | None = None
-            for (_, tbt_slo_ms), measurement in ((one, it) for one, it in lacking.items() if one[0] == workload):
-                with _telling(f"{name}, {workload}, {tbt_slo_ms:g} ms"):
-                    print(f"{workload}, {tbt_slo_ms:g} ms", file=sys.stderr, flush=True)
-                    if saturation_per_s is None:
-                        measurement.warm_up(name, running, number)
-                        saturation_per_s = measurement.saturation_per_s[name]
-                    measurement.saturation_per_s.setdefault(name, saturation_per_s)
-                    measurement.search(name, running, number)
+            saturation_per_s: dict[str, float] = {}
+            for tbt_slo_ms in self.tbt_slos_ms:
+                searches: dict[str, Iterator[Trial]] = {}
+                for one in serving:
+                    if (measurement := one.lacking.get((workload, tbt_slo_ms))) is None:
+                        continue
+                    with _telling(f"{one.name}, {workload}, {tbt_slo_ms:g} ms"):
+                        print(f"{workload}, {tbt_slo_ms:g} ms", file=sys.stderr, flush=True)
+                        if one.name not in saturation_per_s:
+                            measurement.warm_up(one.name, one.running, number)
+                            saturation_per_s[one.name] = measurement.saturation_per_s[one.name]
+                        measurement.saturation_per_s.setdefault(one.name, saturation_per_s[one.name])
+                        searches[one.name] = measurement.searching(one.name, one.running, number)
+                _alternate(searches, f"{workload}, {tbt_slo_ms:g} ms")
 
     def _measurement(self, workload: str, tbt_slo_ms: float, provenance: Mapping[str, Any]) -> Measurement:
         """Goes on with the turns that there are."""
@@ -140,7 +155,7 @@ class Campaign:
 
     def _options(self, workload: str, tbt_slo_ms: float) -> dict[str, Any]:
         """All that decides what a turn measures, as JSON gives it back."""
-        common = {name: getattr(self, name) for name in ("scale", "duration_s", "resolution", "seed", "max_client_lag_ms")}
+        common = {name: getattr(self, name) for name in ("together", "scale", "duration_s", "resolution", "seed", "max_client_lag_ms")}
         systems = {name: asdict(CANDIDATES[name]) for name in self.systems}
         traces = None if self.traces is None else str(self.traces.resolve())
         own = {"workload": workload, "tbt_slo_ms": tbt_slo_ms, "systems": systems, "traces": traces, "dtype": fast_dtype()}
@@ -163,6 +178,27 @@ class Campaign:
         length = ["--duration-s", f"{self.duration_s:g}", "--seed", str(self.seed)]
         limits = ["--max-client-lag-ms", f"{self.max_client_lag_ms:g}", "--timeout-s", f"{REQUEST_TIMEOUT_S:g}"]
         return options.parse(["--url", "http://not-started", *requests, *traces, *length, "--tbt-slo-ms", f"{tbt_slo_ms:g}", *limits])
+
+
+@dataclass(frozen=True)
+class _Serving:
+    """A system that runs, and the comparisons in which it has a turn to take."""
+
+    name: str
+    running: Running
+    lacking: Mapping[tuple[str, float], Measurement]
+
+
+def _alternate(searches: Mapping[str, Iterator[Trial]], what: str) -> None:
+    """One run of each in turns, until all searches are over."""
+    left = dict(searches)
+    while left:
+        for name, search in list(left.items()):
+            run = None
+            with _telling(f"{name}, {what}"):
+                run = next(search, None)
+            if run is None:
+                del left[name]
 
 
 @contextmanager

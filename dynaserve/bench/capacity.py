@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -147,21 +147,31 @@ def following(searching: SearchOptions, found: Sequence[Repetition]) -> SearchOp
 
 def find(measure: Callable[[float, int], Trial], searching: SearchOptions, seed: int, tell: Callable[[Trial], None]) -> Repetition:
     """One search. measure: one run at that rate, with that seed. tell: called after each run, which is kept without its requests."""
+    search = finding(measure, searching, seed)
+    try:
+        while True:
+            tell(next(search))
+    except StopIteration as end:
+        found: Repetition = end.value
+        return found
+
+
+def finding(measure: Callable[[float, int], Trial], searching: SearchOptions, seed: int) -> Generator[Trial, None, Repetition]:
+    """The same run by run: yields each when it is over, and makes the next one when it is asked to."""
     trials: list[Trial] = []
-
-    def passes(rate_per_s: float) -> bool:
-        run = measure(rate_per_s, seed)
-        tell(run)
-        trials.append(replace(run, records=()))
-        return run.not_sustained is None
-
-    def promising(failed_per_s: float) -> float:
-        told = trials[-1].promising_per_s
-        return failed_per_s if told is None else told
-
     bounds = searching.least_per_s, searching.most_per_s
     step = min(search.FACTOR, 1 + searching.resolution) if searching.is_near else search.FACTOR
-    found = search.highest_rate(passes, searching.first_per_s, searching.resolution, *bounds, step, promising)
+    rates = search.steps(searching.first_per_s, searching.resolution, *bounds, step)
+    try:
+        rate_per_s = next(rates)
+        while True:
+            run = measure(rate_per_s, seed)
+            trials.append(replace(run, records=()))
+            yield run
+            failed = rate_per_s if run.promising_per_s is None else run.promising_per_s
+            rate_per_s = rates.send(None if run.not_sustained is None else failed)
+    except StopIteration as end:
+        found: search.Found = end.value
     return Repetition(seed, found.passed_per_s, found.failed_per_s, trials)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -163,10 +163,21 @@ class Measurement:
 
     def search(self, name: str, running: Running, number: int) -> None:
         """Takes that turn: it begins where the system's last one ended, else at the highest capacity found. Raises ConfigError."""
-        seed = self.opts.replay.seed + number
+        for _ in self.searching(name, running, number):
+            pass
+
+    def searching(self, name: str, running: Running, number: int) -> Iterator[Trial]:
+        """The same run by run, so that others can have theirs in between."""
         counted = systems.cut_counts(running.urls)
-        searching = self._searching(name)
-        found = capacity.find(partial(self._run, running), searching, seed, lambda one: _tell(name, one))
+        search = capacity.finding(partial(self._run, running), self._searching(name), self.opts.replay.seed + number)
+        while True:
+            try:
+                run = next(search)
+            except StopIteration as end:
+                found: Repetition = end.value
+                break
+            _tell(name, run)
+            yield run
         after = systems.cut_counts(running.urls)
         share = after.since(counted) if counted is not None and after is not None else None
         self.turns[name].append(Turn(found, share))

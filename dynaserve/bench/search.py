@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 FACTOR = 1.6
@@ -30,17 +30,30 @@ def highest_rate(
     step: float = FACTOR,
     promising: Callable[[float], float] = lambda failed: failed,
 ) -> Found:
+    """`steps`, where whoever asks can wait. promising: of the rate that failed last, what its failure tells."""
+    search = steps(first, resolution, least, most, step)
+    try:
+        rate = next(search)
+        while True:
+            rate = search.send(None if passes(rate) else promising(rate))
+    except StopIteration as end:
+        found: Found = end.value
+        return found
+
+
+def steps(first: float, resolution: float, least: float, most: float, step: float = FACTOR) -> Generator[float, float | None, Found]:
     """Brackets the capacity from `first`, then halves the bracket (in its logarithm) to failed / passed <= 1 + resolution.
 
-    step: from `first` to the next rate; the one after it is its square, FACTOR at most. promising: of the rate that failed last, the one
-    that its failure says may pass, or that rate itself: it is the next, and if it passes, then one just above it.
+    Yields the rates to try. Is sent None for one that passed, or what may pass by what its failure told, or the rate itself: it is the
+    next, and if it passes, then one just above it. step: from `first` to the next rate; the one after it is its square, FACTOR at most.
     Requires 0 < least <= first <= most and 1 < step. Rates outside [least, most] are not tried.
     """
     passed: float | None = None
     failed: float | None = None
     rate, is_told = first, False
     while passed is None or failed is None:
-        if passes(rate):
+        told = yield rate
+        if told is None:
             passed = rate
             if failed is None and rate == most:
                 break
@@ -49,7 +62,7 @@ def highest_rate(
             failed = rate
             if passed is None and rate == least:
                 break
-            told, stepped = promising(rate), rate / step
+            stepped = rate / step
             # What was told once, and failed, is not taken for more than a step would be.
             following = told if told < rate and not is_told else min(told, stepped)
             rate, is_told = max(least, following), least < told == following
@@ -58,7 +71,7 @@ def highest_rate(
         rate = math.sqrt(passed * failed)
         if is_told:
             rate, is_told = min(rate, passed * (1 + resolution)), False
-        if passes(rate):
+        if (yield rate) is None:
             passed = rate
         else:
             failed = rate
