@@ -135,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive_count,
         default=PluginOptions.min_prefill_tokens,
         metavar="TOKENS",
-        help="at least 1: prefill of a step whose decodes leave no time for a single token of it (default: %(default)s)",
+        help="at least 1: prefill of a step whose decodes leave no time for a single token of it; where they alone would be in time, of"
+        " each tenth such step (default: %(default)s)",
     )
     group.add_argument(
         "--dynaserve-profile",
