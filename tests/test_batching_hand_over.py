@@ -80,6 +80,18 @@ def test_an_alpha_that_never_decodes_does_not_wait_for_room_for_a_decode(tmp_pat
     assert (engine.scheduler.requests["r"].num_computed_tokens > 0) == begins
 
 
+def test_an_alpha_has_the_turn_of_its_part_of_the_prompt(tmp_path: Path) -> None:
+    engine = instance(tmp_path)
+    decode(engine, 3)
+    engine.add("under way", 1200, 1)
+    engine.step()
+    plan = Plan("alpha", 64, "t", "torch")
+    engine.add("long", 2000, 1)
+    engine.add("middle", 600, 1)
+    engine.add("alpha", 2000, 1, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    assert [request.request_id for request in engine.scheduler.waiting] == ["alpha", "middle", "long"]
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("slo", [True, False])
 def test_betas_do_not_wait_for_prompts_that_are_running(tmp_path: Path, slo: bool, pipelined: bool) -> None:

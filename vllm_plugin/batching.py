@@ -108,7 +108,8 @@ class SloScheduler(ResumingFirst):
     def add_request(self, request: Request) -> None:
         self._forget_ended()
         cached = self._cached_tokens(request)
-        prefill_s = 1e-3 * self.accounts.planner.prefill_ms(PrefillWork(request.num_tokens - cached, cached))
+        own = max(1, self.tokens_to_compute(request) - cached)  # of an alpha its part only
+        prefill_s = 1e-3 * self.accounts.planner.prefill_ms(PrefillWork(own, cached))
         self.deadlines.arrive(request.request_id, self._slo_of(request), self.clock(), prefill_s)
         super().add_request(request)
         if self.policy == SchedulingPolicy.FCFS and self.waiting and self.waiting[-1] is request:
