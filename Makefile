@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up aborts fuzz soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-compare bench-compare-quick bench-decide bench-endurance bench-fidelity bench-frontend bench-handoff bench-idle bench-overload bench-predictor bench-scheduler clean runtime dev
+.PHONY: help demo up aborts fuzz soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-compare bench-compare-quick bench-decide bench-endurance bench-fidelity bench-frontend bench-handoff bench-idle bench-overload bench-pairs bench-predictor bench-scheduler clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -80,6 +80,9 @@ bench-fidelity: runtime ## two real instances against the simulator with their l
 
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds
 	$(BIN)/python -m benchmarks.decide $(ARGS)
+
+bench-pairs: dev ## two systems up at once, which get the same requests in turns; ARGS="--traces DIR --cases WORKLOAD:RATE ..." options
+	$(BIN)/python -m benchmarks.pairs $(ARGS)
 
 bench-predictor: runtime ## when requests were expected to end, and when they did, on real instances; ARGS=... options
 	$(BIN)/python -m benchmarks.predictor $(ARGS)

@@ -55,7 +55,7 @@ class Campaign:
         now, rather than when systems have started."""
         compare_plots.check_installed()
         for workload, tbt_slo_ms in self._comparisons():
-            replay.plan_requests(replace(self._replay(workload, tbt_slo_ms), rate_per_s=1.0, duration_s=None, requests=1))
+            replay.plan_requests(replace(self.replay(workload, tbt_slo_ms), rate_per_s=1.0, duration_s=None, requests=1))
             if holds_other(folder := self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)):
                 raise ConfigError(f"{folder} holds a comparison with other options: take another --output, or delete it")
 
@@ -83,7 +83,7 @@ class Campaign:
     def teach(self, running: Running) -> None:
         """Of each workload a request for each second of a run, all at once. Raises ConfigError."""
         for workload in self.workloads:
-            opts = replace(self._replay(workload, self.tbt_slos_ms[0]), urls=running.urls)
+            opts = replace(self.replay(workload, self.tbt_slos_ms[0]), urls=running.urls)
             rate_per_s = trial.saturation(opts, self.seed)
             print(f"learning the latency of steps: {workload}  {rate_per_s:8.3g} requests/s", file=sys.stderr, flush=True)
 
@@ -164,7 +164,7 @@ class Campaign:
     def _compare_options(self, workload: str, tbt_slo_ms: float) -> CompareOptions:
         return CompareOptions(
             systems=[System(name) for name in self.systems],
-            replay=self._replay(workload, tbt_slo_ms),
+            replay=self.replay(workload, tbt_slo_ms),
             search=SearchOptions(FIRST_SHARE, LEAST_SHARE, MOST_SHARE, self.resolution, self.repetitions),
             output=self.folder(workload, tbt_slo_ms),
             side_by_side=False,
@@ -172,7 +172,7 @@ class Campaign:
             gives_up=True,
         )
 
-    def _replay(self, workload: str, tbt_slo_ms: float) -> ReplayOptions:
+    def replay(self, workload: str, tbt_slo_ms: float) -> ReplayOptions:
         requests = ["--workload", workload, "--scale", f"{self.scale:g}", "--max-total-tokens", str(MOST_TOKENS), "--drawn"]
         traces = [] if self.traces is None else ["--traces", str(self.traces)]
         length = ["--duration-s", f"{self.duration_s:g}", "--seed", str(self.seed)]

@@ -1,0 +1,186 @@
+"""`make bench-pairs`: two systems that are up at the same time get the same requests, in turns, at given rates.
+
+The speed of a shared machine wanders by a third for seconds and for minutes, and which requests come together matters as much: a
+capacity that one search finds is that of its minutes and of its seed. Here the two runs of a pair follow each other, and what is
+compared over several seeds are the first tokens' times and the share of late tokens at a rate near the capacity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.checkout import commit
+from benchmarks.compare.campaign import Campaign, SystemOf
+from benchmarks.compare.candidates import CANDIDATES, OURS, SLO_COLOCATED, Site
+from benchmarks.parsers import parser_of
+from dynaserve.bench import client, compare, systems, trial
+from dynaserve.bench.capacity import trial_data
+from dynaserve.bench.options import positive, whole
+from dynaserve.bench.ratios import paired_ratio
+from dynaserve.bench.report import machine
+from dynaserve.bench.trial import Trial
+from dynaserve.errors import ConfigError, DynaServeError
+from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
+
+FAILED, INTERRUPTED = 1, 130
+DEFAULT = "(default: %(default)s)"
+
+
+@dataclass(frozen=True)
+class PairedRun:
+    workload: str
+    system: str
+    trial: Trial
+
+    @property
+    def mean_ttft_s(self) -> float:
+        ttft = self.trial.summary.ttft_ms
+        return 0.0 if ttft is None else 1e-3 * ttft.mean
+
+    @property
+    def gaps(self) -> int:
+        return 0 if self.trial.summary.tbt_ms is None else self.trial.summary.tbt_ms.count
+
+    @property
+    def late_gaps(self) -> int:
+        return round((1.0 - (self.trial.summary.token_attainment or 0.0)) * self.gaps)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Ends with exit status 1 if something could not be measured, 2 for bad options."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        rates = dict(map(_case, args.cases))
+        campaign = _campaign(args, list(rates))
+        campaign.check()
+        site = Site(smollm2(), campaign.output / "profile.json")
+    except ConfigError as error:
+        parser.error(str(error))
+    provenance = {
+        "command": shlex.join(["python", "-m", "benchmarks.pairs", *arguments]),
+        "machine": machine(),
+        "commit": commit(),
+        "dtype": fast_dtype(),
+    }
+    print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
+    found: list[PairedRun] = []
+    try:
+        site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
+        for one in run(campaign, rates, range(campaign.seed, campaign.seed + args.seeds), site.system):
+            found.append(one)
+            print(_line(one), flush=True)
+            write(campaign.output / "pairs.json", provenance, found)
+    except (DynaServeError, KeyboardInterrupt) as error:
+        print(f"bench-pairs: {str(error) or 'interrupted'}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED) from error
+    finally:
+        print(f"\n{markdown(campaign.systems, found)}", flush=True)
+
+
+def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[int], system_of: SystemOf) -> Iterator[PairedRun]:
+    """A pair for each workload, seed by seed. Raises DynaServeError."""
+    client.allow_many_connections()
+    tbt_slo_ms = campaign.tbt_slos_ms[0]
+    with ExitStack() as stack:
+        serving = {
+            name: stack.enter_context(systems.running(system_of(name, tbt_slo_ms, campaign.output / "logs"))) for name in campaign.systems
+        }
+        for seed in seeds:
+            for workload, rate_per_s in rates_per_s.items():
+                for name in compare.in_order(campaign.systems, seed):
+                    opts = replace(campaign.replay(workload, tbt_slo_ms), urls=serving[name].urls)
+                    yield PairedRun(workload, name, trial.run(opts, rate_per_s, seed, front_pids=serving[name].front_pids))
+
+
+def markdown(names: Sequence[str], found: Sequence[PairedRun]) -> str:
+    """By workload: the mean TTFT (s) and the share of late tokens (%) of each system, and the first's TTFT over the second's, with its
+    95 % interval over the seeds. Pairs of which one run is missing do not count."""
+    lines = [f"| workload, requests/s | pairs | {' | '.join(f'{name}: TTFT s, late %' for name in names)} | TTFT {' / '.join(names)} |"]
+    lines.append("|---" * (3 + len(names)) + "|")
+    for workload in dict.fromkeys(one.workload for one in found):
+        runs = {name: [one for one in found if (one.workload, one.system) == (workload, name)] for name in names}
+        pairs = min(map(len, runs.values()))
+        if not pairs:
+            continue
+        cells = [f"{workload}, {runs[names[0]][0].trial.rate_per_s:g}", str(pairs)]
+        for mine in runs.values():
+            late = sum(one.late_gaps for one in mine[:pairs]) / max(1, sum(one.gaps for one in mine[:pairs]))
+            cells.append(f"{fmean(one.mean_ttft_s for one in mine[:pairs]):.2f}, {100 * late:.2f}")
+        ratio = paired_ratio(*([one.mean_ttft_s for one in runs[name][:pairs]] for name in names))
+        lines.append(f"| {' | '.join(cells)} | {ratio or '-'} |")
+    return "\n".join(lines)
+
+
+def write(path: Path, provenance: Mapping[str, Any], found: Sequence[PairedRun]) -> None:
+    runs = [{"workload": one.workload, "system": one.system} | trial_data(one.trial) for one in found]
+    path.write_text(json.dumps({**provenance, "runs": runs}, indent=1))
+
+
+def _line(one: PairedRun) -> str:
+    late = 100 * one.late_gaps / max(1, one.gaps)
+    run = f"{one.workload}, {one.trial.rate_per_s:g} requests/s, seed {one.trial.seed}: {one.system:14s}"
+    return f"{run} mean TTFT {one.mean_ttft_s:6.2f} s, {late:5.2f} % of {one.gaps} gaps late"
+
+
+def _case(text: str) -> tuple[str, float]:
+    """Raises ConfigError."""
+    workload, colon, rate = text.rpartition(":")
+    try:
+        rate_per_s = float(rate)
+    except ValueError:
+        rate_per_s = 0.0
+    if not (workload and colon and 0.0 < rate_per_s < float("inf")):
+        raise ConfigError(f"--cases {text!r} is not WORKLOAD:RATE with a rate above 0")
+    return workload, rate_per_s
+
+
+def _campaign(args: argparse.Namespace, workloads: Sequence[str]) -> Campaign:
+    """Raises ConfigError."""
+    if len(set(args.systems)) < len(args.systems):
+        raise ConfigError(f"--systems has {args.systems[0]} twice")
+    return Campaign(
+        workloads=workloads,
+        systems=args.systems,
+        tbt_slos_ms=(args.tbt_slo_ms,),
+        together=len(args.systems),
+        scale=args.scale,
+        traces=args.traces,
+        duration_s=args.duration_s,
+        repetitions=1,
+        resolution=1.0,
+        seed=args.seed,
+        max_client_lag_ms=args.max_client_lag_ms,
+        output=args.output,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("pairs", __doc__, "--traces DIR --cases azure-conv:1.5 hybrid:1.2 --seeds 6 --output build/bench-pairs")
+    parser.add_argument("--cases", nargs="+", default=["sample:1.5"], metavar="WORKLOAD:RATE", help=f"requests per second {DEFAULT}")
+    parser.add_argument(
+        "--systems", nargs=2, choices=CANDIDATES, default=[SLO_COLOCATED, OURS], metavar="NAME", help=f"of make bench-compare {DEFAULT}"
+    )
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files; without it there is only sample")
+    parser.add_argument("--seeds", type=whole(1), default=6, metavar="N", help=f"pairs of each case {DEFAULT}")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"the first one {DEFAULT}")
+    parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help=DEFAULT)
+    parser.add_argument("--scale", type=positive, default=0.25, metavar="X", help=f"lengths times X {DEFAULT}")
+    parser.add_argument("--duration-s", type=positive, default=60.0, metavar="T", help=f"of each run {DEFAULT}")
+    parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help=f"at P99 {DEFAULT}")
+    parser.add_argument("--output", type=Path, default=Path("build/bench-pairs"), metavar="DIR", help=DEFAULT)
+    return parser
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""`make bench-pairs`: what it plays, in which order, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pairs
+from benchmarks.compare.campaign import Campaign
+from benchmarks.pairs import PairedRun
+from dynaserve.bench.measures import Distribution, summarize
+from dynaserve.bench.systems import Running, System
+from dynaserve.bench.trial import Trial
+from tests.completion_server import Act, running_server
+from tests.test_bench_measures import RECORD, SLO
+
+
+def toy(name: str, _slo_ms: float, _logs: Path) -> System:
+    """The second one answers more slowly."""
+
+    @contextmanager
+    def start() -> Iterator[Running]:
+        with running_server() as server:
+            server.act = Act(slots=4, delay_s=0.02 if name == "dynamic" else 0.002)
+            yield Running((server.url,))
+
+    return System(name, start=start)
+
+
+def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    campaign = Campaign(
+        workloads=("fixed:20,5", "fixed:10,3"),
+        systems=("stock", "dynamic"),
+        tbt_slos_ms=(5000.0,),
+        together=2,
+        scale=1.0,
+        traces=None,
+        duration_s=0.5,
+        repetitions=1,
+        resolution=1.0,
+        seed=1,
+        max_client_lag_ms=60000.0,
+        output=tmp_path,
+    )
+    found = list(pairs.run(campaign, {"fixed:20,5": 20.0, "fixed:10,3": 10.0}, (1, 2), toy))
+    assert [(one.workload, one.system, one.trial.seed) for one in found] == [
+        ("fixed:20,5", "dynamic", 1),
+        ("fixed:20,5", "stock", 1),
+        ("fixed:10,3", "dynamic", 1),
+        ("fixed:10,3", "stock", 1),
+        ("fixed:20,5", "stock", 2),
+        ("fixed:20,5", "dynamic", 2),
+        ("fixed:10,3", "stock", 2),
+        ("fixed:10,3", "dynamic", 2),
+    ]
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first.trial.summary.requests == second.trial.summary.requests
+        assert first.trial.rate_per_s == second.trial.rate_per_s
+    pairs.write(tmp_path / "pairs.json", {"command": "a command"}, found)
+    written = json.loads((tmp_path / "pairs.json").read_text())
+    assert (written["command"], len(written["runs"])) == ("a command", 8)
+    assert written["runs"][0]["summary"]["requests"] == found[0].trial.summary.requests
+
+
+def paired(system: str, seed: int, ttft_ms: float, late: float) -> PairedRun:
+    """Of a hundred gaps."""
+    summary = summarize([RECORD], [], SLO)
+    ttft, tbt = Distribution.of([ttft_ms]), Distribution.of([20.0] * 100)
+    return PairedRun(
+        "hybrid", system, Trial(1.2, seed, "model", replace(summary, ttft_ms=ttft, tbt_ms=tbt, token_attainment=1 - late), None)
+    )
+
+
+def test_whole_pairs_are_summed_up() -> None:
+    found = [
+        paired("stock", 1, 1000.0, 0.01),
+        paired("dynamic", 1, 500.0, 0.0),
+        paired("dynamic", 2, 1000.0, 0.02),
+        paired("stock", 2, 2000.0, 0.03),
+        paired("stock", 3, 9000.0, 0.5),
+    ]
+    lines = pairs.markdown(("stock", "dynamic"), found).splitlines()
+    assert lines[0] == "| workload, requests/s | pairs | stock: TTFT s, late % | dynamic: TTFT s, late % | TTFT stock / dynamic |"
+    assert lines[2:] == ["| hybrid, 1.2 | 2 | 1.50, 2.00 | 0.75, 1.00 | 2.00 [2.00, 2.00] |"]
+
+
+@pytest.mark.parametrize("case", ["hybrid", "hybrid:", ":2", "hybrid:-1", "hybrid:nan", "hybrid:inf"])
+def test_a_case_without_a_rate_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        pairs.main(["--cases", case, "--output", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"--cases {case!r} is not WORKLOAD:RATE" in capsys.readouterr().err
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        pairs.main(["--help"])
+    assert end.value.code == 0
+    assert "example:\n  python -m benchmarks.pairs " in capsys.readouterr().out
