@@ -24,7 +24,8 @@ exhaustive, which is dynamic with every cut tried at each 16th token; dynamic:ga
 gather decodes whatever the fleet plan says; fixed:RATIO:one-way, where the first half of the instances begins all requests.
 
 Not modelled: prefix caches, the front-end's time; of the local scheduler its order by TTFT SLO and overtaking, its ten seconds of
-patience and its adaptive margin: the simulator is first come, first served, with a fixed margin (by --step-sigma).
+patience and how its margin follows errors: the simulator is first come, first served, with a margin by --step-sigma, and with
+--drift-sigma by what instances have learnt.
 
 exit status: 0 reported; 1 with --capacity, not even the least rate passed; 2 bad option."""
 
