@@ -29,6 +29,7 @@ from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError, DynaServeError
+from dynaserve.files import write_in_one_move
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
 
@@ -43,9 +44,10 @@ class PairedRun:
     trial: Trial
 
     @property
-    def mean_ttft_s(self) -> float:
+    def mean_ttft_s(self) -> float | None:
+        """None: a request failed, so that those that are left are not those of the other run."""
         ttft = self.trial.summary.ttft_ms
-        return 0.0 if ttft is None else 1e-3 * ttft.mean
+        return None if ttft is None or self.trial.summary.failures else 1e-3 * ttft.mean
 
     @property
     def gaps(self) -> int:
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
-        rates = dict(map(_case, args.cases))
+        rates = _rates(args.cases)
         campaign = _campaign(args, list(rates))
         campaign.check()
         site = Site(smollm2(), campaign.output / "profile.json")
@@ -76,7 +78,8 @@ def main(arguments: Sequence[str]) -> None:
     print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
     found: list[PairedRun] = []
     try:
-        site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
+        if any(CANDIDATES[name].slo_batches for name in campaign.systems):
+            site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
         for one in run(campaign, rates, range(campaign.seed, campaign.seed + args.seeds), site.system):
             found.append(one)
             print(_line(one), flush=True)
@@ -105,32 +108,44 @@ def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[in
 
 def markdown(names: Sequence[str], found: Sequence[PairedRun]) -> str:
     """By workload: the mean TTFT (s) and the share of late tokens (%) of each system, and the first's TTFT over the second's, with its
-    95 % interval over the seeds. Pairs of which one run is missing do not count."""
+    95 % interval over the seeds. Pairs of which one run is missing, or had a request that failed, do not count."""
     lines = [f"| workload, requests/s | pairs | {' | '.join(f'{name}: TTFT s, late %' for name in names)} | TTFT {' / '.join(names)} |"]
     lines.append("|---" * (3 + len(names)) + "|")
     for workload in dict.fromkeys(one.workload for one in found):
-        runs = {name: [one for one in found if (one.workload, one.system) == (workload, name)] for name in names}
-        pairs = min(map(len, runs.values()))
-        if not pairs:
+        runs = {(one.system, one.trial.seed): one for one in found if one.workload == workload and one.mean_ttft_s is not None}
+        seeds = [seed for seed in dict.fromkeys(seed for _, seed in runs) if all((name, seed) in runs for name in names)]
+        if not seeds:
             continue
-        cells = [f"{workload}, {runs[names[0]][0].trial.rate_per_s:g}", str(pairs)]
-        for mine in runs.values():
-            late = sum(one.late_gaps for one in mine[:pairs]) / max(1, sum(one.gaps for one in mine[:pairs]))
-            cells.append(f"{fmean(one.mean_ttft_s for one in mine[:pairs]):.2f}, {100 * late:.2f}")
-        ratio = paired_ratio(*([one.mean_ttft_s for one in runs[name][:pairs]] for name in names))
-        lines.append(f"| {' | '.join(cells)} | {ratio or '-'} |")
+        cells = [f"{workload}, {runs[names[0], seeds[0]].trial.rate_per_s:g}", str(len(seeds))]
+        ttfts_s = []
+        for name in names:
+            mine = [runs[name, seed] for seed in seeds]
+            late = sum(one.late_gaps for one in mine) / max(1, sum(one.gaps for one in mine))
+            ttfts_s.append([one.mean_ttft_s or 0.0 for one in mine])
+            cells.append(f"{fmean(ttfts_s[-1]):.2f}, {100 * late:.2f}")
+        lines.append(f"| {' | '.join(cells)} | {paired_ratio(*ttfts_s)} |")
     return "\n".join(lines)
 
 
 def write(path: Path, provenance: Mapping[str, Any], found: Sequence[PairedRun]) -> None:
     runs = [{"workload": one.workload, "system": one.system} | trial_data(one.trial) for one in found]
-    path.write_text(json.dumps({**provenance, "runs": runs}, indent=1))
+    write_in_one_move(path, json.dumps({**provenance, "runs": runs}, indent=1).encode())
 
 
 def _line(one: PairedRun) -> str:
     late = 100 * one.late_gaps / max(1, one.gaps)
     run = f"{one.workload}, {one.trial.rate_per_s:g} requests/s, seed {one.trial.seed}: {one.system:14s}"
-    return f"{run} mean TTFT {one.mean_ttft_s:6.2f} s, {late:5.2f} % of {one.gaps} gaps late"
+    ttft = "not counted" if one.mean_ttft_s is None else f"{one.mean_ttft_s:6.2f} s"
+    not_sustained = f" ({one.trial.not_sustained})" if one.trial.not_sustained else ""
+    return f"{run} mean TTFT {ttft}, {late:5.2f} % of {one.gaps} gaps late{not_sustained}"
+
+
+def _rates(cases: Sequence[str]) -> dict[str, float]:
+    """Raises ConfigError."""
+    rates = dict(map(_case, cases))
+    if len(rates) < len(cases):
+        raise ConfigError(f"--cases {' '.join(cases)} has a workload twice")
+    return rates
 
 
 def _case(text: str) -> tuple[str, float]:

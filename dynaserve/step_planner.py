@@ -49,14 +49,14 @@ class RunningDecodes:
 KNOWN_GROWTH = 2
 """Times the largest step that was measured: what is far beyond it is guessed, from steps that may all have been small."""
 SPARED_STEPS = 9
-"""In a row, at most, that are without prefill where the least of it would make decodes late that are in time without."""
+"""In a row, at most, that are without prefill where the least of it is too much by the usual margin, and decodes alone are in time."""
 _AT_LIMIT = (BudgetReason.step_limit, BudgetReason.efficiency, BudgetReason.minimum_share)
 NO_DECODES = RunningDecodes(0, 0, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """limit_ms: what the predicted step had to stay within; infinite where no decode is due. late: no budget could keep a deadline."""
+    """limit_ms: what the predicted step had to stay within; infinite where no decode is due. late: it does not."""
 
     prefill_tokens: int
     limit_ms: float
@@ -67,8 +67,9 @@ class StepPlan:
 
 @dataclass
 class StepPlanner:
-    """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline; where they alone keep it, in each
-    tenth step only, as a machine that is slow for a while would compute a few prompt tokens at the price of every decode's.
+    """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline; where they alone keep it, and
+    not with the usual margin beside so much prefill, in each tenth step only (reason minimum_share, no tokens): a machine that is slow for
+    a while would compute a few prompt tokens at the price of every decode's.
 
     unprofiled_prefill_tokens: beside decodes, while too few steps, or none as large, were measured to predict one. speculated_tokens:
     of each decode, at most.
@@ -86,7 +87,7 @@ class StepPlanner:
         """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
         table = self.profile.table
         if table is not None and predicted_ms is not None and shape.decodes:
-            self.margin.count(shape.decodes, at_limit=plan.reason in _AT_LIMIT)
+            self.margin.count(shape.decodes, at_limit=plan.reason in _AT_LIMIT and plan.prefill_tokens > 0)
             # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
             if plan.prefill_tokens:
                 self.margin.observe(predicted_ms, measured_ms, table.sigma)
@@ -102,10 +103,10 @@ class StepPlanner:
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self._most_tokens(decodes), min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, decodes.shape, waiting, limits)
         if budget.reason == BudgetReason.minimum_share and decodes.number and self._spared < SPARED_STEPS:
-            alone_ms = table.step_ms(decodes.shape)
-            if alone_ms <= left_ms:
+            alone_ms, usual_ms = table.step_ms(decodes.shape), left_ms * self.margin.admitting_share(table.sigma)
+            if alone_ms <= left_ms and budget.step_ms > usual_ms:
                 self._spared += 1
-                return StepPlan(0, limit_ms, alone_ms, BudgetReason.step_limit, late=alone_ms > limit_ms)
+                return StepPlan(0, limit_ms, alone_ms, budget.reason, late=alone_ms > limit_ms)
         self._spared = 0
         return StepPlan(budget.tokens, limit_ms, budget.step_ms, budget.reason, late=budget.step_ms > limit_ms)
 

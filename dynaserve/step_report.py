@@ -22,7 +22,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     """One step. at_s: its end, on the instance's monotonic clock. limit_ms: what it had to stay within; None: no decode ran.
 
     predicted_ms: before it ran; None: no profile yet. budget_tokens: of prefill, chosen for the `reason`.
-    late: decodes alone left no time for the budget, so that the SLO was not kept.
+    late: by prediction it did not stay within the limit.
     """
 
     at_s: float

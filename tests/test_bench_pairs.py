@@ -60,8 +60,10 @@ def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
         ("fixed:10,3", "dynamic", 2),
     ]
     for first, second in zip(found[::2], found[1::2], strict=True):
-        assert first.trial.summary.requests == second.trial.summary.requests
-        assert first.trial.rate_per_s == second.trial.rate_per_s
+        sent = [[(one.due_s, one.prompt_tokens, one.output_tokens) for one in run.trial.records] for run in (first, second)]
+        assert sent[0] == sent[1]
+        slow, fast = sorted((first, second), key=lambda one: one.system)
+        assert (slow.mean_ttft_s or 0.0) > (fast.mean_ttft_s or 0.0)
     pairs.write(tmp_path / "pairs.json", {"command": "a command"}, found)
     written = json.loads((tmp_path / "pairs.json").read_text())
     assert (written["command"], len(written["runs"])) == ("a command", 8)
@@ -77,6 +79,11 @@ def paired(system: str, seed: int, ttft_ms: float, late: float) -> PairedRun:
     )
 
 
+def failed(system: str, seed: int) -> PairedRun:
+    one = paired(system, seed, 1.0, 0.0)
+    return replace(one, trial=replace(one.trial, summary=replace(one.trial.summary, failures={"HTTP 500": 1})))
+
+
 def test_whole_pairs_are_summed_up() -> None:
     found = [
         paired("stock", 1, 1000.0, 0.01),
@@ -84,10 +91,19 @@ def test_whole_pairs_are_summed_up() -> None:
         paired("dynamic", 2, 1000.0, 0.02),
         paired("stock", 2, 2000.0, 0.03),
         paired("stock", 3, 9000.0, 0.5),
+        failed("stock", 4),
+        paired("dynamic", 4, 1.0, 0.9),
     ]
     lines = pairs.markdown(("stock", "dynamic"), found).splitlines()
     assert lines[0] == "| workload, requests/s | pairs | stock: TTFT s, late % | dynamic: TTFT s, late % | TTFT stock / dynamic |"
     assert lines[2:] == ["| hybrid, 1.2 | 2 | 1.50, 2.00 | 0.75, 1.00 | 2.00 [2.00, 2.00] |"]
+
+
+def test_a_workload_at_two_rates_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        pairs.main(["--cases", "hybrid:1", "hybrid:2", "--output", str(tmp_path)])
+    assert end.value.code == 2
+    assert "--cases hybrid:1 hybrid:2 has a workload twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", ["hybrid", "hybrid:", ":2", "hybrid:-1", "hybrid:nan", "hybrid:inf"])

@@ -84,10 +84,12 @@ def test_aims_are_met_or_missed_or_not_measured() -> None:
 
 
 class Toys:
-    """Small servers in place of engines. started: which of them, and by which SLO."""
+    """Small servers in place of engines. started: which of them, and by which SLO; up_together: the same, from none that is up to none."""
 
     def __init__(self) -> None:
         self.started: list[tuple[str, float]] = []
+        self.up_together: list[list[tuple[str, float]]] = []
+        self._up = 0
         self.broken_below_ms = 0.0
         self.broken = ""
 
@@ -99,7 +101,14 @@ class Toys:
                 raise ConfigError("it does not start")
             with running_server() as server:
                 server.act = Act(slots=1 if name == "stock" else 4, delay_s=0.005)
-                yield Running((server.url,))
+                if not self._up:
+                    self.up_together.append([])
+                self.up_together[-1].append((name, tbt_slo_ms))
+                self._up += 1
+                try:
+                    yield Running((server.url,))
+                finally:
+                    self._up -= 1
 
         return System(name, start=start)
 
@@ -185,11 +194,21 @@ def test_systems_that_are_up_together_have_their_runs_in_turns(campaign: Campaig
     both.run(toys.system, PROVENANCE)
     assert sorted(toys.started) == [("dynamic", 6000.0), ("stock", 6000.0)]
     runs = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if line.endswith(("passed", "s per s"))]
-    alternating = [name for pair in zip(runs[::2], runs[1::2], strict=False) for name in pair]
     shorter = 2 * min(runs.count("stock"), runs.count("dynamic"))
     assert shorter >= 4
-    assert alternating[:shorter] == (shorter // 2) * ["stock", "dynamic"]
+    assert runs[:shorter] == (shorter // 2) * ["stock", "dynamic"]
     assert both.found()[1] == []
+
+
+def test_only_what_is_judged_by_one_slo_is_up_together(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    toys = Toys()
+    systems = ("stock", "slo-colocated", "dynamic")
+    replace(campaign, together=3, systems=systems).run(toys.system, PROVENANCE)
+    assert toys.up_together == [
+        [("stock", 6000.0), ("slo-colocated", 6000.0), ("dynamic", 6000.0)],
+        [("slo-colocated", 5000.0), ("dynamic", 5000.0)],
+    ]
 
 
 def test_a_system_that_breaks_leaves_the_others_their_turns(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:

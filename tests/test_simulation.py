@@ -453,4 +453,4 @@ def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("--help") == 0
     told = capsys.readouterr().out
     assert "example:\n  dynaserve simulate --roofline" in told
-    assert "first come, first served, with a fixed margin" in told
+    assert "first come, first served, with a margin" in told

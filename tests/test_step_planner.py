@@ -104,12 +104,24 @@ def test_decodes_that_alone_are_in_time_are_made_late_by_a_tenth_of_the_steps_on
     due_s = 1e-3 * (alone_ms + 0.1)
     plans = [each.plan(running(10, due_s=due_s), work, now_s=0.0) for _ in range(2 * (SPARED_STEPS + 1))]
     assert [plan.prefill_tokens for plan in plans] == 2 * (SPARED_STEPS * [0] + [16])
-    assert {(plan.predicted_ms, plan.reason) for plan in plans if not plan.prefill_tokens} == {(alone_ms, BudgetReason.step_limit)}
+    assert {(plan.predicted_ms, plan.reason) for plan in plans if not plan.prefill_tokens} == {(alone_ms, BudgetReason.minimum_share)}
     # A step with time for some prefill ends the row.
     each.plan(running(10, due_s=due_s), work, now_s=0.0)
     assert each.plan(decodes, work, now_s=0.0).prefill_tokens > 16
     plans = [each.plan(running(10, due_s=due_s), work, now_s=0.0) for _ in range(SPARED_STEPS + 1)]
     assert [plan.prefill_tokens for plan in plans] == SPARED_STEPS * [0] + [16]
+
+
+def test_a_margin_that_errors_have_widened_does_not_keep_the_least_prefill_from_decodes_that_are_admitted() -> None:
+    table = ProfileTable(MACHINE)
+    each, decodes = planner(table), running(10)
+    with_least_ms = table.step_ms(
+        BatchShape(prefill_tokens=16, prefill_pairs=prefill_pairs(16, 0), decodes=10, decode_context_tokens=decodes.context_tokens)
+    )
+    due_s = 1e-3 * with_least_ms / math.exp(-NORMAL_SIGMAS * table.sigma) + 1e-6
+    each.margin.sigmas = 5.0
+    plans = [each.plan(running(10, due_s=due_s), [PrefillWork(5000)], now_s=0.0) for _ in range(SPARED_STEPS)]
+    assert {(plan.prefill_tokens, plan.reason, plan.late) for plan in plans} == {(16, BudgetReason.minimum_share, True)}
 
 
 def test_a_prompt_alone_takes_what_the_table_says() -> None:

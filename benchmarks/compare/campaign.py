@@ -60,25 +60,26 @@ class Campaign:
                 raise ConfigError(f"{folder} holds a comparison with other options: take another --output, or delete it")
 
     def run(self, system_of: SystemOf, provenance: Mapping[str, Any]) -> None:
-        """Measures what is not there yet: a repetition after the other, in each a system after the other, and all workloads while it
-        runs. What fails is told, and left out. provenance: for each results.json."""
+        """Measures what is not there yet: a repetition after the other, in each `together` systems after the others, and all workloads
+        while they run. What fails is told, and left out. provenance: for each results.json."""
         client.allow_many_connections()
         under_way = {one: self._measurement(*one, provenance) for one in self._comparisons()}
         for number in range(self.repetitions):
-            starts = list(self._starts(number))
-            for first in range(0, len(starts), self.together):
-                with ExitStack() as stack:
-                    serving = []
-                    for name, tbt_slos_ms in starts[first : first + self.together]:
-                        lacking = {one: it for one, it in under_way.items() if one[1] in tbt_slos_ms and it.lacks(name, number)}
-                        if not lacking:
-                            continue
-                        within = " and ".join(f"{slo:g}" for slo in tbt_slos_ms)
-                        print(f"\n{name}, P99 TBT within {within} ms, repetition {number + 1}", flush=True)
-                        with _telling(name):
-                            running = stack.enter_context(systems.running(system_of(name, tbt_slos_ms[0], self.output / "logs")))
-                            serving.append(_Serving(name, running, lacking))
-                    self._take_turns(number, serving)
+            for starts in self._starts(number):
+                lacking = {
+                    name: {one: it for one, it in under_way.items() if one[1] in tbt_slos_ms and it.lacks(name, number)}
+                    for name, tbt_slos_ms in starts.items()
+                }
+                due = [name for name in starts if lacking[name]]
+                for first in range(0, len(due), self.together):
+                    with ExitStack() as stack:
+                        serving = []
+                        for name in due[first : first + self.together]:
+                            print(f"\n{name}, P99 TBT within {_words(starts[name])} ms, repetition {number + 1}", flush=True)
+                            with _telling(name):
+                                running = stack.enter_context(systems.running(system_of(name, starts[name][0], self.output / "logs")))
+                                serving.append(_Serving(name, running, lacking[name]))
+                        self._take_turns(number, serving)
 
     def teach(self, running: Running) -> None:
         """Of each workload a request for each second of a run, all at once. Raises ConfigError."""
@@ -136,15 +137,17 @@ class Campaign:
         measurement = Measurement(chosen, keep)
         return measurement
 
-    def _starts(self, number: int) -> Iterator[tuple[str, Sequence[float]]]:
-        """Systems, and the SLOs by which each is judged while it runs: those that do not go by it, by all."""
+    def _starts(self, number: int) -> Iterator[dict[str, Sequence[float]]]:
+        """For each SLO the systems that start, and by which SLOs each is judged while it runs: those that do not go by it, by all."""
         first, *_ = self.tbt_slos_ms
         for tbt_slo_ms in self.tbt_slos_ms:
+            starts: dict[str, Sequence[float]] = {}
             for name in compare.in_order(self.systems, number):
                 if CANDIDATES[name].slo_batches:
-                    yield name, (tbt_slo_ms,)
+                    starts[name] = (tbt_slo_ms,)
                 elif tbt_slo_ms == first:
-                    yield name, self.tbt_slos_ms
+                    starts[name] = self.tbt_slos_ms
+            yield starts
 
     def folder(self, workload: str, tbt_slo_ms: float) -> Path:
         return self.output / f"{re.sub(r'[^a-zA-Z0-9.]+', '-', workload)}-tbt-{tbt_slo_ms:g}"
@@ -187,6 +190,10 @@ class _Serving:
     name: str
     running: Running
     lacking: Mapping[tuple[str, float], Measurement]
+
+
+def _words(tbt_slos_ms: Sequence[float]) -> str:
+    return " and ".join(f"{slo:g}" for slo in tbt_slos_ms)
 
 
 def _alternate(searches: Mapping[str, Iterator[Trial]], what: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dynaserve.bench import systems
 from dynaserve.bench.systems import Running, System
-from dynaserve.local.fleet import INDEX, LocalFleet
+from dynaserve.files import write_in_one_move
+from dynaserve.local.fleet import INDEX, FleetFailed, LocalFleet
 from dynaserve.machine import fast_dtype
 
 START_TIMEOUT_S = 900.0
@@ -67,7 +68,10 @@ class Site:
         learning = logs / "learning"
         with systems.running(self.system(SLO_COLOCATED, tbt_slo_ms, learning)) as running:
             teach(running)
-        shutil.copyfile(_own_profile(_folder(learning, SLO_COLOCATED, tbt_slo_ms), "0"), self.profile)
+        learnt = _own_profile(_folder(learning, SLO_COLOCATED, tbt_slo_ms), "0")
+        if not learnt.exists():
+            raise FleetFailed(f"an instance was taught, and has not left {learnt}")
+        write_in_one_move(self.profile, learnt.read_bytes())
 
     def system(self, name: str, tbt_slo_ms: float, logs: Path) -> System:
         """One of CANDIDATES. logs: gets a folder of its name."""
@@ -103,7 +107,8 @@ class Site:
 
     def _frontend_args(self, candidate: Candidate, tbt_slo_ms: float) -> list[str]:
         slo = ["--fleet-tbt-slo-ms", f"{tbt_slo_ms:g}"] if candidate.slo_batches else []
-        known = ["--latency-profile", str(self.profile.absolute())] if candidate.predicts else []
+        knows = candidate.predicts and self.profile.exists()
+        known = ["--latency-profile", str(self.profile.absolute())] if knows else []
         return ["--policy", str(candidate.policy), *slo, *known]
 
 

@@ -152,8 +152,8 @@ class Simulation {
     SimulatedInstance& instance = instances_[at];
     if (instance.stepping()) return;
     if (instance.BeginStep(now_ms_) <= 0.0) return;
-    step_ms_[at] =
-        table_.StepMs(instance.shape()) * std::exp(options_.step_sigma * Normal() + DriftOf(at));
+    const double noise = options_.step_sigma * Normal();
+    step_ms_[at] = table_.StepMs(instance.shape()) * std::exp(noise + DriftOf(at));
     events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}, at});
   }
 

@@ -147,13 +147,14 @@ def following(searching: SearchOptions, found: Sequence[Repetition]) -> SearchOp
 
 def find(measure: Callable[[float, int], Trial], searching: SearchOptions, seed: int, tell: Callable[[Trial], None]) -> Repetition:
     """One search. measure: one run at that rate, with that seed. tell: called after each run, which is kept without its requests."""
-    search = finding(measure, searching, seed)
-    try:
-        while True:
-            tell(next(search))
-    except StopIteration as end:
-        found: Repetition = end.value
-        return found
+    runs = finding(measure, searching, seed)
+    while True:
+        try:
+            run = next(runs)
+        except StopIteration as end:
+            found: Repetition = end.value
+            return found
+        tell(run)
 
 
 def finding(measure: Callable[[float, int], Trial], searching: SearchOptions, seed: int) -> Generator[Trial, None, Repetition]:
@@ -162,17 +163,17 @@ def finding(measure: Callable[[float, int], Trial], searching: SearchOptions, se
     bounds = searching.least_per_s, searching.most_per_s
     step = min(search.FACTOR, 1 + searching.resolution) if searching.is_near else search.FACTOR
     rates = search.steps(searching.first_per_s, searching.resolution, *bounds, step)
-    try:
-        rate_per_s = next(rates)
-        while True:
-            run = measure(rate_per_s, seed)
-            trials.append(replace(run, records=()))
-            yield run
-            failed = rate_per_s if run.promising_per_s is None else run.promising_per_s
+    rate_per_s = next(rates)
+    while True:
+        run = measure(rate_per_s, seed)
+        trials.append(replace(run, records=()))
+        yield run
+        failed = rate_per_s if run.promising_per_s is None else run.promising_per_s
+        try:
             rate_per_s = rates.send(None if run.not_sustained is None else failed)
-    except StopIteration as end:
-        found: search.Found = end.value
-    return Repetition(seed, found.passed_per_s, found.failed_per_s, trials)
+        except StopIteration as end:
+            found: search.Found = end.value
+            return Repetition(seed, found.passed_per_s, found.failed_per_s, trials)
 
 
 def median_rate(found: Sequence[Repetition]) -> float | None:

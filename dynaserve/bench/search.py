@@ -32,13 +32,14 @@ def highest_rate(
 ) -> Found:
     """`steps`, where whoever asks can wait. promising: of the rate that failed last, what its failure tells."""
     search = steps(first, resolution, least, most, step)
-    try:
-        rate = next(search)
-        while True:
-            rate = search.send(None if passes(rate) else promising(rate))
-    except StopIteration as end:
-        found: Found = end.value
-        return found
+    rate = next(search)
+    while True:
+        told = None if passes(rate) else promising(rate)
+        try:
+            rate = search.send(told)
+        except StopIteration as end:
+            found: Found = end.value
+            return found
 
 
 def steps(first: float, resolution: float, least: float, most: float, step: float = FACTOR) -> Generator[float, float | None, Found]:
