@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -269,8 +269,11 @@ def test_each_system_is_two_instances_of_the_same_kind(tmp_path: Path) -> None:
 
 def test_every_start_begins_with_the_same_latencies(tmp_path: Path) -> None:
     site = Site(tmp_path / "model", tmp_path / "profile.json")
-    site.profile.write_text("learnt")
     own = [tmp_path / "logs" / f"profile-{index}.json" for index in range(2)]
+    before = site.fleet(CANDIDATES["dynamic"], 100.0, tmp_path / "logs").frontend_command()
+    assert before[-4:] == ["--policy", "dynamic", "--fleet-tbt-slo-ms", "100"]
+    assert not any(path.exists() for path in own)
+    site.profile.write_text("learnt")
     for _ in range(2):
         fleet = site.fleet(CANDIDATES["dynamic"], 100.0, tmp_path / "logs")
         assert [path.read_text() for path in own] == ["learnt", "learnt"]
@@ -281,8 +284,11 @@ def test_every_start_begins_with_the_same_latencies(tmp_path: Path) -> None:
     assert "--latency-profile" not in site.fleet(CANDIDATES["disaggregated"], 100.0, tmp_path).frontend_command()
 
 
+@dataclass(frozen=True)
 class ToySite(Site):
-    """Its servers keep a profile when they stop, as instances do."""
+    """Its servers keep a profile when they stop, as instances do; or not."""
+
+    keeps: bool = True
 
     def system(self, name: str, tbt_slo_ms: float, logs: Path) -> System:
         folder = logs / f"{name}-tbt-{tbt_slo_ms:g}"
@@ -293,7 +299,8 @@ class ToySite(Site):
             with running_server() as server:
                 server.act = Act(slots=4)
                 yield Running((server.url,))
-            (folder / "profile-0.json").write_text("learnt")
+            if self.keeps:
+                (folder / "profile-0.json").write_text("learnt")
 
         return System(name, start=start)
 
@@ -304,6 +311,13 @@ def test_latencies_are_learnt_once_before_all_turns(tmp_path: Path, campaign: Ca
         site.learn(5000.0, tmp_path / "logs", campaign.teach)
     assert site.profile.read_text() == "learnt"
     assert capsys.readouterr().err.count("learning the latency of steps: fixed:20,5") == 1
+
+
+def test_what_could_not_be_learnt_is_told(tmp_path: Path, campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    site = ToySite(tmp_path / "model", tmp_path / "profile.json", keeps=False)
+    command._learn(site, campaign)
+    assert "bench-compare: the latency of steps was not learnt: an instance was taught, and has not left" in capsys.readouterr().err
+    assert not site.profile.exists()
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,12 @@ class Simulation {
   void Wake(std::uint32_t at) {
     SimulatedInstance& instance = instances_[at];
     if (instance.stepping()) return;
-    if (instance.BeginStep(now_ms_) <= 0.0) return;
+    const double predicted_ms = instance.BeginStep(now_ms_);
+    if (predicted_ms <= 0.0) return;
+    // Of an instance that learns the prediction is not what its steps take.
+    const double usual_ms = Drifts() ? table_.StepMs(instance.shape()) : predicted_ms;
     const double noise = options_.step_sigma * Normal();
-    step_ms_[at] = table_.StepMs(instance.shape()) * std::exp(noise + DriftOf(at));
+    step_ms_[at] = usual_ms * std::exp(noise + DriftOf(at));
     events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}, at});
   }
 
