@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.checkout import commit
 from benchmarks.compare.campaign import Campaign, SystemOf
 from benchmarks.compare.candidates import CANDIDATES, OURS, SLO_COLOCATED, Site
-from benchmarks.parsers import parser_of
+from benchmarks.parsers import add_layers, parser_of
 from dynaserve.bench import client, compare, systems, trial
 from dynaserve.bench.capacity import trial_data
 from dynaserve.bench.options import positive, whole
@@ -30,7 +30,7 @@ from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import write_in_one_move
-from dynaserve.local.model import smollm2
+from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
 FAILED, INTERRUPTED = 1, 130
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         rates = _rates(args.cases)
         campaign = _campaign(args, list(rates))
         campaign.check()
-        site = Site(smollm2(), campaign.output / "profile.json")
+        site = Site(first_layers(campaign.layers), campaign.output / "profile.json")
     except ConfigError as error:
         parser.error(str(error))
     provenance = {
@@ -168,6 +168,7 @@ def _campaign(args: argparse.Namespace, workloads: Sequence[str]) -> Campaign:
         workloads=workloads,
         systems=args.systems,
         tbt_slos_ms=(args.tbt_slo_ms,),
+        layers=args.layers,
         together=len(args.systems),
         scale=args.scale,
         traces=args.traces,
@@ -190,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=whole(1), default=6, metavar="N", help=f"pairs of each case {DEFAULT}")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"the first one {DEFAULT}")
     parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help=DEFAULT)
+    add_layers(parser)
     parser.add_argument("--scale", type=positive, default=0.25, metavar="X", help=f"lengths times X {DEFAULT}")
     parser.add_argument("--duration-s", type=positive, default=60.0, metavar="T", help=f"of each run {DEFAULT}")
     parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help=f"at P99 {DEFAULT}")

@@ -38,6 +38,7 @@ def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
         workloads=("fixed:20,5", "fixed:10,3"),
         systems=("stock", "dynamic"),
         tbt_slos_ms=(5000.0,),
+        layers=30,
         together=2,
         scale=1.0,
         traces=None,

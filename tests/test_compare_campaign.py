@@ -14,7 +14,7 @@ import pytest
 from benchmarks.checkout import commit
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import table
-from benchmarks.compare.aims import judged
+from benchmarks.compare.aims import TUNED, judged
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import CANDIDATES, Site
 from benchmarks.compare.outcome import Compared, Outcome
@@ -52,7 +52,7 @@ def test_the_best_of_several_baselines_is_named() -> None:
     one = compared(stock_256=outcome(2.0), stock_384=outcome(2.5), disaggregated=outcome(1.0), dynamic=outcome(3.0, front_cores=0.25))
     lines = table.markdown([one]).splitlines()
     assert "| dynamic | 3 / 50 / 1.5 / 0.25 |" in lines
-    assert "| the best of chunks 256, 512, 1024 and disaggregation | 1.50 (stock-256) | 1.50 |" in lines
+    assert "| the best of chunks 64, 128, 256, 512, 1024 and disaggregation | 1.50 (stock-256) | 1.50 |" in lines
     assert "| the best of all baselines | 1.20 (stock-384) | 1.20 |" in lines
     assert "| SLO-aware colocation | - | - |" in lines
 
@@ -76,7 +76,7 @@ def test_aims_are_met_or_missed_or_not_measured() -> None:
     assert "MISSED: at least 4 times stock's default chunk, mean of azure-code: 3.00" in told
     assert "met: at least 0.97 times stock's default chunk, each of mini-reasoning: 0.97" in told
     assert "MISSED: at least 1.08 times SLO-aware colocation, each of azure-code: 1.00" in told
-    assert "not measured, or no baseline is servable: at least 1.15 times the best of chunks 256, 512, 1024 and disaggregation" in told
+    assert f"not measured, or no baseline is servable: at least 1.15 times {TUNED.name}" in told
     assert any(line.startswith("met: at least 0.97 times the best of all baselines, each of azure-code, mini-reasoning") for line in told)
     assert all("1.2 times" not in line for line in told)
     tight = [replace(one, tbt_slo_ms=50.0) for one in found]
@@ -119,6 +119,7 @@ def campaign(tmp_path: Path) -> Campaign:
         workloads=("fixed:20,5",),
         systems=("stock", "dynamic"),
         tbt_slos_ms=(6000.0, 5000.0),
+        layers=30,
         together=1,
         scale=0.5,
         traces=None,

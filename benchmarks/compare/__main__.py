@@ -1,12 +1,12 @@
 """`make bench-compare`: capacity and goodput of several systems on this machine, each of two real vLLM instances, in turns, in one run.
 
-SmolLM2-135M on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO is one comparison
-as `dynaserve bench compare` makes it. First two instances learn how long steps take here; every start begins with that. In each
-repetition every system is started once, and once for each SLO where it goes by it. While it runs it has its turn of every workload: a
-request for each second of a run, all at once (which warms it up, and the first time tells its saturation rate), then the search for
-its capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output folder: a run that was
-stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over all workloads for
-each SLO. With --together 2 each two systems are up at the same time, and their runs alternate.
+SmolLM2-135M, or its first layers, on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO
+is one comparison as `dynaserve bench compare` makes it. First two instances learn how long steps take here; every start begins with that.
+In each repetition every system is started once, and once for each SLO where it goes by it. While it runs it has its turn of every workload:
+a request for each second of a run, all at once (which warms it up, and the first time tells its saturation rate), then the search for its
+capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output folder: a run that was stopped, or
+one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over all workloads for each SLO. With
+--together 2 each two systems are up at the same time, and their runs alternate.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from benchmarks.checkout import commit
 from benchmarks.compare import table
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS, OURS, SLO_COLOCATED, STOCK, Site
-from benchmarks.parsers import parser_of
+from benchmarks.parsers import add_layers, parser_of
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import write_in_one_move
-from dynaserve.local.model import smollm2
+from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
 FAILED, INTERRUPTED = 1, 130
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     campaign = _campaign(args)
     try:
         _check(campaign)
-        site = Site(smollm2(), campaign.output / "profile.json")
+        site = Site(first_layers(campaign.layers), campaign.output / "profile.json")
     except ConfigError as error:
         parser.error(str(error))
     provenance = {
@@ -123,6 +123,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
         workloads=args.workloads or (form.workloads if args.traces else GENERATED),
         systems=args.systems or form.systems,
         tbt_slos_ms=args.tbt_slo_ms or form.tbt_slos_ms,
+        layers=args.layers,
         together=args.together,
         scale=args.scale,
         traces=args.traces,
@@ -158,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help=f"as for dynaserve bench {both('workloads')}")
     parser.add_argument("--systems", nargs="+", choices=CANDIDATES, metavar="NAME", help=f"ratios are those of {OURS} {both('systems')}")
     parser.add_argument("--tbt-slo-ms", nargs="+", type=positive, metavar="MS", help=f"each {both('tbt_slos_ms')}")
+    add_layers(parser)
     together = "systems that are up at a time, run for run in turns: a machine that is slow for a while is so for all of them"
     parser.add_argument("--together", type=whole(1), default=1, metavar="N", help=f"{together}; 7 GB each {DEFAULT}")
     parser.add_argument(

@@ -18,7 +18,9 @@ class Rival:
 
 
 DEFAULT = Rival("stock's default chunk", (STOCK,))
-TUNED = Rival("the best of chunks 256, 512, 1024 and disaggregation", (*(fixed(chunk) for chunk in CHUNKS if chunk != 384), DISAGGREGATED))
+TUNED = Rival(
+    "the best of chunks 64, 128, 256, 512, 1024 and disaggregation", (*(fixed(chunk) for chunk in CHUNKS if chunk != 384), DISAGGREGATED)
+)
 UNCUT = Rival("SLO-aware colocation", (SLO_COLOCATED,))
 ALL = Rival("the best of all baselines", tuple(name for name in CANDIDATES if name != OURS))
 RIVALS = (DEFAULT, TUNED, UNCUT, ALL)

@@ -34,12 +34,13 @@ SystemOf = Callable[[str, float, Path], System]
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is compared, and how thoroughly. together: how many systems are up at a time, run for run in turns. output: gets a folder for
-    each comparison."""
+    """What is compared, and how thoroughly. layers: of the model. together: how many systems are up at a time, run for run in turns.
+    output: gets a folder for each comparison."""
 
     workloads: Sequence[str]
     systems: Sequence[str]
     tbt_slos_ms: Sequence[float]
+    layers: int
     together: int
     scale: float
     traces: Path | None
@@ -158,7 +159,8 @@ class Campaign:
 
     def _options(self, workload: str, tbt_slo_ms: float) -> dict[str, Any]:
         """All that decides what a turn measures, as JSON gives it back."""
-        common = {name: getattr(self, name) for name in ("together", "scale", "duration_s", "resolution", "seed", "max_client_lag_ms")}
+        names = ("layers", "together", "scale", "duration_s", "resolution", "seed", "max_client_lag_ms")
+        common = {name: getattr(self, name) for name in names}
         systems = {name: asdict(CANDIDATES[name]) for name in self.systems}
         traces = None if self.traces is None else str(self.traces.resolve())
         own = {"workload": workload, "tbt_slo_ms": tbt_slo_ms, "systems": systems, "traces": traces, "dtype": fast_dtype()}

