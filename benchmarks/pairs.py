@@ -29,7 +29,7 @@ from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError, DynaServeError
-from dynaserve.files import write_in_one_move
+from dynaserve.files import only_writer, write_in_one_move
 from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
@@ -78,12 +78,13 @@ def main(arguments: Sequence[str]) -> None:
     print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
     found: list[PairedRun] = []
     try:
-        if any(CANDIDATES[name].slo_batches for name in campaign.systems):
-            site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
-        for one in run(campaign, rates, range(campaign.seed, campaign.seed + args.seeds), site.system):
-            found.append(one)
-            print(_line(one), flush=True)
-            write(campaign.output / "pairs.json", provenance, found)
+        with only_writer(campaign.output):
+            if any(CANDIDATES[name].slo_batches for name in campaign.systems):
+                site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
+            for one in run(campaign, rates, range(campaign.seed, campaign.seed + args.seeds), site.system):
+                found.append(one)
+                print(_line(one), flush=True)
+                write(campaign.output / "pairs.json", provenance, found)
     except (DynaServeError, KeyboardInterrupt) as error:
         print(f"bench-pairs: {str(error) or 'interrupted'}", file=sys.stderr)
         raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED) from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dynaserve.errors import ConfigError
@@ -32,6 +35,21 @@ def check_replaceable(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     if path.is_dir():
         raise ConfigError(f"{path}: cannot be written: it is a folder")
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Raises ConfigError while someone else is inside it, for the same folder, which is made. Whoever is killed is out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{folder}: another process is writing into this folder") from error
+        yield
+    finally:
+        os.close(handle)
 
 
 def read_entries(option: str, path: Path) -> list[str]:

@@ -20,6 +20,7 @@ from benchmarks.compare.candidates import CANDIDATES, Site
 from benchmarks.compare.outcome import Compared, Outcome
 from dynaserve.bench.systems import Running, System
 from dynaserve.errors import ConfigError
+from dynaserve.files import only_writer
 from tests.completion_server import Act, running_server
 
 
@@ -329,6 +330,7 @@ def test_what_could_not_be_learnt_is_told(tmp_path: Path, campaign: Campaign, ca
         (("--tbt-slo-ms", "50", "50"), "--tbt-slo-ms has a value twice: 50 50"),
         (("--workloads", "azure-code"), "workload azure-code is not part of the package"),
         (("--duration-s", "0"), "'0' is not a number above 0"),
+        (("--layers", "31"), "has 30 layers, of which 31 cannot be taken"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
@@ -340,6 +342,19 @@ def test_bad_options_are_refused_before_anything_starts(
     assert end.value.code == 2
     assert named in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_two_comparisons_do_not_write_into_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "first_layers", lambda _: tmp_path / "model")
+    with only_writer(tmp_path / "out"), pytest.raises(SystemExit) as end:
+        command.main(["--output", str(tmp_path / "out")])
+    assert end.value.code == 2
+    assert "out: another process is writing into this folder" in capsys.readouterr().err
+    with only_writer(tmp_path / "out"):  # the one before is done
+        pass
 
 
 def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

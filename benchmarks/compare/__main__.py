@@ -16,6 +16,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from benchmarks.parsers import add_layers, parser_of
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError, DynaServeError
-from dynaserve.files import write_in_one_move
+from dynaserve.files import only_writer, write_in_one_move
 from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
@@ -68,18 +69,24 @@ def main(arguments: Sequence[str]) -> None:
     parser = _parser()
     args = parser.parse_args(arguments)
     campaign = _campaign(args)
-    try:
-        _check(campaign)
-        site = Site(first_layers(campaign.layers), campaign.output / "profile.json")
-    except ConfigError as error:
-        parser.error(str(error))
+    with ExitStack() as held:
+        try:
+            _check(campaign)
+            site = Site(first_layers(campaign.layers), campaign.output / "profile.json")
+            held.enter_context(only_writer(campaign.output))
+        except ConfigError as error:
+            parser.error(str(error))
+        _compare(campaign, site, arguments, smoke_test=args.quick)
+
+
+def _compare(campaign: Campaign, site: Site, arguments: Sequence[str], *, smoke_test: bool) -> None:
     provenance = {
         "command": shlex.join(["python", "-m", "benchmarks.compare", *arguments]),
         "seed": campaign.seed,
         "machine": machine(),
         "commit": commit(),
         "dtype": fast_dtype(),
-        "smoke_test": args.quick,
+        "smoke_test": smoke_test,
     }
     print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
     try:
