@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.checkout import commit
 from benchmarks.compare.campaign import Campaign, SystemOf
-from benchmarks.compare.candidates import CANDIDATES, OURS, SLO_COLOCATED, Site
+from benchmarks.compare.candidates import CANDIDATES, OURS, SLO_COLOCATED
 from benchmarks.parsers import add_layers, parser_of
 from dynaserve.bench import client, compare, systems, trial
 from dynaserve.bench.capacity import trial_data
@@ -30,7 +30,6 @@ from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import only_writer, write_in_one_move
-from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
 FAILED, INTERRUPTED = 1, 130
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
         rates = _rates(args.cases)
         campaign = _campaign(args, list(rates))
         campaign.check()
-        site = Site(first_layers(campaign.layers), campaign.output / "profile.json")
+        site = campaign.site()
     except ConfigError as error:
         parser.error(str(error))
     provenance = {
@@ -79,8 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     found: list[PairedRun] = []
     try:
         with only_writer(campaign.output):
-            if any(CANDIDATES[name].slo_batches for name in campaign.systems):
-                site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
+            campaign.learn(site)
             for one in run(campaign, rates, range(campaign.seed, campaign.seed + args.seeds), site.system):
                 found.append(one)
                 print(_line(one), flush=True)

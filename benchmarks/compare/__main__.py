@@ -30,7 +30,6 @@ from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import only_writer, write_in_one_move
-from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
 FAILED, INTERRUPTED = 1, 130
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     with ExitStack() as held:
         try:
             _check(campaign)
-            site = Site(first_layers(campaign.layers), campaign.output / "profile.json")
+            site = campaign.site()
             held.enter_context(only_writer(campaign.output))
         except ConfigError as error:
             parser.error(str(error))
@@ -102,10 +101,8 @@ def _compare(campaign: Campaign, site: Site, arguments: Sequence[str], *, smoke_
 
 def _learn(site: Site, campaign: Campaign) -> None:
     """Where it fails, instances learn from their own steps."""
-    if not any(CANDIDATES[name].slo_batches for name in campaign.systems):
-        return
     try:
-        site.learn(campaign.tbt_slos_ms[0], campaign.output / "logs", campaign.teach)
+        campaign.learn(site)
     except DynaServeError as error:
         print(f"bench-compare: the latency of steps was not learnt: {error}", file=sys.stderr)
 

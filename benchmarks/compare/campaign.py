@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS
+from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS, Site
 from benchmarks.compare.outcome import LEAST_SHARE, Compared, holds_other, read, there_is
 from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, systems, trial
 from dynaserve.bench.capacity import SearchOptions
@@ -21,6 +21,7 @@ from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.systems import Running, System
 from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError, DynaServeError
+from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
 FIRST_SHARE, MOST_SHARE = 0.9, 4.0
@@ -59,6 +60,15 @@ class Campaign:
             replay.plan_requests(replace(self.replay(workload, tbt_slo_ms), rate_per_s=1.0, duration_s=None, requests=1))
             if holds_other(folder := self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)):
                 raise ConfigError(f"{folder} holds a comparison with other options: take another --output, or delete it")
+
+    def site(self) -> Site:
+        """Raises ConfigError. Latencies are those of so many layers: another campaign in the same folder learns its own."""
+        return Site(first_layers(self.layers), self.output / f"profile-{self.layers}-layers.json")
+
+    def learn(self, site: Site) -> None:
+        """The latencies that starts begin with, where a system goes by them. Raises ConfigError, FleetFailed."""
+        if any(CANDIDATES[name].slo_batches for name in self.systems):
+            site.learn(self.tbt_slos_ms[0], self.output / "logs", self.teach)
 
     def run(self, system_of: SystemOf, provenance: Mapping[str, Any]) -> None:
         """Measures what is not there yet: a repetition after the other, in each `together` systems after the others, and all workloads
