@@ -25,6 +25,7 @@ from dynaserve.errors import ConfigError
 from dynaserve.kv_transfer.transport import KvLayers, PushNumber, Transport, TransportError, TransportUnavailable, WorkerEndpoint
 from dynaserve.kv_transfer.transports import make_transport
 from tests.cut_sockets import cut_sockets
+from tests.device import DEVICE
 
 torch = pytest.importorskip("torch")
 
@@ -64,6 +65,7 @@ def make_kv(seed: int, dtype: Any = torch.float32) -> KvLayers:
     """As vLLM allocates it: one piece of memory, a tensor per layer, each block contiguous."""
     backing = torch.empty(LAYERS, BLOCKS, *SHAPE, dtype=dtype)
     backing.normal_(generator=torch.Generator().manual_seed(seed))
+    backing = backing.to(DEVICE)
     return KvLayers([layer.reshape(BLOCKS, -1).view(torch.uint8) for layer in backing])
 
 
@@ -76,7 +78,7 @@ class Worker:
         self.endpoint = WorkerEndpoint(worker_id, f"tcp://{worker_id}", {name: self.transport.address()})
 
     def block(self, index: int) -> bytes:
-        return b"".join(layer[index].numpy().tobytes() for layer in self.kv.layers)
+        return b"".join(layer[index].cpu().numpy().tobytes() for layer in self.kv.layers)
 
     def call(self, method: str, *args: Any) -> Any:
         if method == "endpoint":
@@ -251,7 +253,7 @@ class Local(Numbers):
 
 
 Pair = tuple[Remote | Local, Remote | Local]
-TRANSPORTS = ["torch", pytest.param("mooncake", marks=pytest.mark.mooncake)]
+TRANSPORTS = ["torch", *([pytest.param("mooncake", marks=pytest.mark.mooncake)] if DEVICE == "cpu" else [])]
 WORKERS = {"processes": Remote, "one process": Local}
 
 
@@ -348,7 +350,7 @@ def test_a_push_larger_than_a_piece_arrives(pair: Pair) -> None:
 @pytest.mark.parametrize("block_bytes", [64, 8, 12, 5])
 @pytest.mark.parametrize("offset", [0, 16, 3])
 def test_blocks_of_any_size_and_place_are_copied(block_bytes: int, offset: int) -> None:
-    memory = torch.arange(offset + 2 * BLOCKS * block_bytes).to(torch.uint8)[offset:]
+    memory = torch.arange(offset + 2 * BLOCKS * block_bytes).to(torch.uint8).to(DEVICE)[offset:]
     kv = KvLayers(list(memory.view(2, BLOCKS, block_bytes)))
     before = memory.view(2, BLOCKS, block_bytes).clone()
     transport = TorchTransport("w", "127.0.0.1", kv)

@@ -93,7 +93,9 @@ class KvWorker:
 
 def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
     """A uint8 view [num_blocks, block_bytes]; raises ConfigError where a block is not one piece of memory."""
-    if not cache[0].is_contiguous():
+    # On CUDA a block's memory is in another order than its dimensions: tokens before heads.
+    in_memory = sorted(range(1, cache.dim()), key=lambda dimension: -cache.stride(dimension))
+    if not cache.permute(0, *in_memory)[0].is_contiguous():
         raise ConfigError(
             f"layer {name}: a KV block of shape {tuple(cache.shape[1:])} with strides {cache.stride()[1:]} is not contiguous; "
             "this attention backend cannot be used for cutting requests"

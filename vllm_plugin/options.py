@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(PluginOptions().transports),
         metavar="NAME",
-        help="ways to move KV, best first: torch (torch.distributed: Gloo or NCCL), mooncake",
+        help="ways to move KV, best first: torch (torch.distributed's Gloo, through the host's memory), mooncake",
     )
 
     group.add_argument(

@@ -149,8 +149,8 @@ class Local:
     worker_id: str
     host: str
     address: str
-    device: torch.device
     staging_bytes: int
+    pinned: bool
     timeout_s: float
 
     def connect(self, address: str) -> Any:
@@ -188,7 +188,8 @@ class Local:
                 if time.monotonic() >= until_s:
                     raise RuntimeError(f"nothing has come from the peer for {self.timeout_s:g} s")
                 time.sleep(pause_s)
-            return Channel(group, rank, self.host, self.device, self.staging_bytes, self.timeout_s, self.timeout_s / _CONNECT_SHARE)
+            meet_timeout_s = self.timeout_s / _CONNECT_SHARE
+            return Channel(group, rank, self.host, self.staging_bytes, self.pinned, self.timeout_s, meet_timeout_s)
 
         return waits.within(self.timeout_s, meet, Channel.end, is_overtaken, since)
 
@@ -228,7 +229,7 @@ class Outgoing:
         if channel is None:
             channel = self._open(number, drops)
         fields = [number, push.num_blocks, push.block_bytes, push.blocks_digest]
-        header = torch.tensor(fields, dtype=torch.int64, device=self._local.device)
+        header = torch.tensor(fields, dtype=torch.int64)
         started_s = time.monotonic()
         try:
             channel.send(header)
@@ -409,7 +410,7 @@ class Incoming:
     def _take(self, number: int, expected: Description, drops: int) -> Channel:
         if self._store is None:
             self._store = self._connected(drops)
-        header = torch.empty(_HEADER_FIELDS, dtype=torch.int64, device=self._local.device)
+        header = torch.empty(_HEADER_FIELDS, dtype=torch.int64)
         while True:
             channel = self._join(number, drops)
             try:

@@ -1,4 +1,4 @@
-"""torch.distributed as a transport: Gloo for caches on CPU, NCCL for caches on CUDA (the latter written for, not run yet).
+"""torch.distributed as a transport: Gloo, for caches on CUDA through pinned memory of the host (`docs/decisions/0012`).
 
 Every *directed* pair of workers has a channel of its own (a process group of two ranks), made on first use, never the
 engine's default group: two workers that push into each other cannot wait for each other, and losing a peer ends its
@@ -26,6 +26,8 @@ from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError
 
 PIECE_BYTES = 8 << 20
 """Bounds the staging memory of a channel (a single block may be larger)."""
+CUDA_PIECE_BYTES = 32 << 20
+"""There a copy of each layer has to be launched for a piece, and a block of 16 tokens has 3 MiB in a model of 14B."""
 DEFAULT_TIMEOUT_S = 20.0
 """A push or receive that makes no progress for this long has lost its peer."""
 
@@ -41,7 +43,7 @@ class TorchTransport:
         self._kv = kv
         self._device = kv.layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._blocks_per_piece = max(1, PIECE_BYTES // kv.block_bytes)
+        self._blocks_per_piece = max(1, (CUDA_PIECE_BYTES if self._stream is not None else PIECE_BYTES) // kv.block_bytes)
         # A bound socket of our own: by itself the store listens on all interfaces.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -54,7 +56,7 @@ class TorchTransport:
             master_listen_fd=listener.detach(),
         )
         staging_bytes = self._blocks_per_piece * kv.block_bytes
-        self._local = Local(worker_id, host, f"{host}:{port}", self._device, staging_bytes, timeout_s)
+        self._local = Local(worker_id, host, f"{host}:{port}", staging_bytes, self._stream is not None, timeout_s)
         self._lock = threading.Lock()
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Incoming] = {}
@@ -145,16 +147,21 @@ class TorchTransport:
             yield blocks[start : start + self._blocks_per_piece]
 
     def _gather(self, staging: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-        index = torch.tensor(blocks, device=self._device)
-        for layer, part in self._parts(staging, len(blocks)):
-            torch.index_select(layer, 0, index, out=part)
-        return staging[: len(blocks) * self._kv.block_bytes]
-
-    def _scatter(self, piece: torch.Tensor, blocks: Sequence[int]) -> None:
+        staged = staging[: len(blocks) * self._kv.block_bytes]
+        piece = staged if staged.device == self._device else torch.empty_like(staged, device=self._device)
         index = torch.tensor(blocks, device=self._device)
         for layer, part in self._parts(piece, len(blocks)):
-            # On CPU `index_copy_` copies one element after the other, bytes at 1 GB/s: eight at a time, where they come so.
-            word = torch.int64 if _is_of_words(layer) and _is_of_words(part) else torch.uint8
+            word = _word(layer, part)
+            torch.index_select(layer.view(word), 0, index, out=part.view(word))
+        if piece is not staged:
+            staged.copy_(piece)
+        return staged
+
+    def _scatter(self, staged: torch.Tensor, blocks: Sequence[int]) -> None:
+        piece = staged.to(self._device)
+        index = torch.tensor(blocks, device=self._device)
+        for layer, part in self._parts(piece, len(blocks)):
+            word = _word(layer, part)
             layer.view(word).index_copy_(0, index, part.view(word))
 
     def _parts(self, staging: torch.Tensor, num_blocks: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -174,6 +181,11 @@ class TorchTransport:
         with torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()
+
+
+def _word(layer: torch.Tensor, part: torch.Tensor) -> torch.dtype:
+    """Copies by index go element by element, bytes at 1 GB/s on a CPU: eight at a time, where they come so."""
+    return torch.int64 if _is_of_words(layer) and _is_of_words(part) else torch.uint8
 
 
 def _is_of_words(data: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
 from tests.conftest import mooncake_missing
+from tests.device import DEVICE
 from tests.e2e.adapter import ADAPTER, write_adapter
 from tests.e2e.bit_flip import BitFlip
 from tests.e2e.fleet import NO_KEEP_ALIVE, RUNNING_SLOTS, FleetUnderTest
@@ -18,6 +20,8 @@ from tests.e2e.fleet import NO_KEEP_ALIVE, RUNNING_SLOTS, FleetUnderTest
 REPOSITORY = Path(__file__).parents[2]
 CHUNK_TOKENS = 64
 LORA = ["--enable-lora", "--max-lora-rank", "8"]
+ON_CUDA = ["--attention-backend", "TRITON_ATTN", "--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]
+"""The backend that computes in float32; both instances are on the one GPU. Without adapters."""
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +39,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
             str(RUNNING_SLOTS),
             "--dynaserve-transports",
             *transports,
-            *LORA,
+            *(ON_CUDA if DEVICE == "cuda" else LORA),
         ],
-        frontend_args=["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *LORA, "--lora-modules", f"{ADAPTER}={adapter}"],
+        frontend_args=[
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *([] if DEVICE == "cuda" else [*LORA, "--lora-modules", f"{ADAPTER}={adapter}"]),
+        ],
         max_model_len=2048,
-        env={"PYTHONPATH": str(REPOSITORY)},
+        env={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
         log_dir=tmp_path_factory.mktemp("fleet"),
     )
     with local:

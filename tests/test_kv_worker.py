@@ -1,0 +1,40 @@
+"""A worker's KV cache as bytes, in the memory orders in which vLLM's attention backends keep a block."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from dynaserve.errors import ConfigError  # noqa: E402 - only where torch is
+from vllm_plugin.kv_worker import _as_bytes  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, SIZES = 5, {"heads": 2, "tokens": 4, "numbers": 6}
+
+
+@pytest.mark.parametrize("in_memory", list(itertools.permutations(SIZES)), ids="-".join)
+def test_a_block_is_its_memory_in_whatever_order_its_dimensions_are(in_memory: tuple[str, ...]) -> None:
+    """vLLM names them (heads, tokens, numbers), and on CUDA has the heads of a token side by side (its LBNHC layout)."""
+    memory = torch.randn(BLOCKS, *(SIZES[name] for name in in_memory))
+    cache = memory.permute(0, *(1 + in_memory.index(name) for name in SIZES))
+    assert tuple(cache.shape) == (BLOCKS, *SIZES.values())
+    view = _as_bytes("layer", cache)
+    assert torch.equal(view, memory.view(BLOCKS, -1).view(torch.uint8))
+    view[3] = view[1]
+    assert torch.equal(cache[3], cache[1]), "a view, not a copy"
+
+
+def test_blocks_of_two_layers_in_turns_are_taken() -> None:
+    both = torch.randn(BLOCKS, 2, 8)
+    assert torch.equal(_as_bytes("layer", both[:, 1]), both[:, 1].contiguous().view(torch.uint8))
+
+
+def test_a_block_in_several_pieces_of_memory_is_refused() -> None:
+    keys_then_values = torch.randn(2, BLOCKS, 4, 6).transpose(0, 1)
+    with pytest.raises(ConfigError, match=r"layer attn: a KV block of shape \(2, 4, 6\) with strides \(120, 6, 1\) is not contiguous"):
+        _as_bytes("attn", keys_then_values)
