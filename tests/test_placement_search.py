@@ -320,6 +320,7 @@ def test_decodes_are_kept_level_where_nothing_is_gathered() -> None:
     pressure=st.sampled_from([0.0, 0.04, 0.06, 0.5, 1.5]),
     outputs=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
     to_come=st.floats(10.0, 4000.0),
+    kv_token_ms=st.sampled_from([0.0, 0.01, 0.06, 0.3]),
 )
 def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     instances: int,
@@ -332,6 +333,7 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     pressure: float,
     outputs: float,
     to_come: float,
+    kv_token_ms: float,
 ) -> None:
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=step_ms, kv_tokens=kv_tokens)
 
@@ -354,6 +356,7 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         prefill_rate=arriving,
         output_rate=outputs * arriving,
         answer_context_tokens=to_come,
+        kv_token_ms=kv_token_ms,
     )
     plan = plan_fleet(table, limits, demand, current)
 
@@ -373,7 +376,8 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
             return 0.0
         held = min(int(room * most), decodes / gathering)
         others = max(0.0, decodes - gathering * held) / (instances - gathering)
-        found = gathering * beside(held) + (instances - gathering) * beside(others)
+        moved = min(gathering, instances - gathering) * 0.9 / kv_token_ms if kv_token_ms else math.inf
+        found = gathering * beside(held) + min((instances - gathering) * beside(others), moved)
         return found if outputs * min(arriving, found) <= gathering * most_generated else 0.0
 
     assert plan.colocated_rate == pytest.approx(colocated)
@@ -412,6 +416,25 @@ def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: 
         answer_context_tokens=1000.0,
     )
     return plan_fleet(ProfileTable(A100), limits, demand, current).gathering
+
+
+def test_nothing_is_gathered_over_links_that_do_not_carry_the_prompts() -> None:
+    """Qwen2.5-14B, 192 KiB a token: over 25, 5 and 3 GB/s."""
+    limits, plans = InstanceLimits(step_ms=50.0, kv_tokens=200_000), []
+    for gbytes_per_s in (25, 5, 3, 0.5):
+        demand = FleetDemand(
+            instances=2,
+            decodes=40,
+            mean_context_tokens=1000.0,
+            prompt_tokens=2000,
+            prefill_rate=9.0,
+            output_rate=0.5,
+            answer_context_tokens=1000.0,
+            kv_token_ms=196608 / gbytes_per_s / 1e6,
+        )
+        plans.append(plan_fleet(ProfileTable(A100), limits, demand, 0))
+    assert [plan.gathering for plan in plans] == [1, 1, 1, 0]
+    assert plans[0].prefill_rate == plans[1].prefill_rate > plans[3].prefill_rate == plans[3].colocated_rate
 
 
 def test_more_decodes_than_an_instance_has_memory_for_are_gathered_until_they_are_far_more() -> None:

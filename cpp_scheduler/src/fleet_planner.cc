@@ -32,7 +32,9 @@ class Rates {
         most_kept_(static_cast<std::int64_t>(options.kept_room * static_cast<double>(most_))),
         most_generated_(options.most_decode_load *
                         Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
-        most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))) {}
+        most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))),
+        most_moved_(demand.kv_token_ms > 0.0 ? options.most_link_load / demand.kv_token_ms
+                                             : std::numeric_limits<double>::infinity()) {}
 
   double Beside(std::int64_t decodes) const {
     return PrefillRate(table_, limits_, decodes, demand_.mean_context_tokens,
@@ -63,7 +65,8 @@ class Rates {
     const auto most = static_cast<double>(kept ? most_kept_ : most_);
     const double held = std::min(demand_.decodes / gatherers, most);
     const double left = std::max(0.0, demand_.decodes - gatherers * held);
-    return gatherers * BesideOnAverage(held) + free * BesideOnAverage(left / free);
+    const double moved = std::min(gatherers, free) * most_moved_;
+    return gatherers * BesideOnAverage(held) + std::min(free * BesideOnAverage(left / free), moved);
   }
 
   // The same; 0 where they would not keep up.
@@ -119,6 +122,7 @@ class Rates {
   const std::int64_t most_kept_;  // and with how many it goes on
   const double most_generated_;   // output tokens per millisecond that may be asked of it,
   const double most_held_;        // and that it generates with all its memory or seats taken
+  const double most_moved_;       // tokens per millisecond over the link of one instance
 };
 
 bool GathersSome(std::int64_t gathering, const FleetDemand& demand) {

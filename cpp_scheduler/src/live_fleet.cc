@@ -193,6 +193,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   limits.step_ms /= scale;
   demand.prefill_rate = scale * lasting_.PromptTokens(now_ms);
   demand.output_rate = scale * lasting_.OutputTokens(now_ms);
+  demand.kv_token_ms = options_.kv_token_ms / scale;
   PlannerOptions planner;
   planner.forced = options_.gathering;
   plan_ = PlanFleet(*table_, limits, demand, plan_.gathering, planner);

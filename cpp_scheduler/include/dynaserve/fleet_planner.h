@@ -22,6 +22,7 @@ struct FleetDemand {
   double prefill_rate = 0.0;           // prompt tokens per millisecond that arrive, 0: not known,
   double output_rate = 0.0;            // output tokens per millisecond that they will have,
   double answer_context_tokens = 0.0;  // and the mean context of a decode of these
+  double kv_token_ms = 0.0;            // to move the KV of one token; 0: at once
 };
 
 struct FleetPlan {
@@ -55,6 +56,9 @@ struct PlannerOptions {
   // alone.  More than they can: the others take some, and steps of fewer decodes are shorter.
   // Beyond, answers are what the fleet lacks.
   double most_decode_load = 1.5;
+  // Of the time, what the links may be busy that move the KV of prompts to where decodes are
+  // gathered: beyond, transfers wait for each other.
+  double most_link_load = 0.9;
   std::optional<std::int64_t> forced;  // so many gather, whatever they gain
 };
 
@@ -66,7 +70,8 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
 // and KV memory for, and as a step of them alone takes at most limits.step_ms; those beyond run on
 // the others.  Nothing is gathered where those instances would not keep up with the answers, in
 // steps of at most limits.step_ms; they are short of room where seats and KV memory do not suffice
-// to generate what arrives.
+// to generate what arrives.  What the others prefill has to be moved to them: no more of it counts
+// than the links carry.
 // `current` (its number of gathering instances) stays unless another plan gains least_gain, or it
 // gains less than least_kept itself.  Above 32 instances the numbers tried are 32, spread
 // geometrically.
