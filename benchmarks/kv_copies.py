@@ -9,6 +9,7 @@ process to another on this machine, both on the same device.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -62,7 +63,7 @@ def median_s(call: Callable[[], Any], device: str) -> float:
 
 def copies(model: str, num_blocks: int, device: str, piece_mib: int) -> dict[str, float]:
     """GB/s of one piece, read once and written once, and of the device's plain copy of as much."""
-    torch_transport.PIECE_BYTES = torch_transport.CUDA_PIECE_BYTES = piece_mib * MIB
+    torch_transport.PIECE_BYTES[device] = piece_mib * MIB
     kv = cache(model, num_blocks, device)
     transport = TorchTransport("copies", "127.0.0.1", kv)
     try:
@@ -93,8 +94,9 @@ def _rows(kv: KvLayers, piece: torch.Tensor, size: int) -> Iterator[bytes]:
 
 
 def serve(pipe: Connection, worker_id: str, model: str, num_blocks: int, piece_mib: int, device: str) -> None:
-    torch_transport.PIECE_BYTES = torch_transport.CUDA_PIECE_BYTES = piece_mib * MIB
-    transport: Any = make_transport("torch", worker_id, "127.0.0.1", cache(model, num_blocks, device))
+    torch_transport.PIECE_BYTES[device] = piece_mib * MIB
+    kv = cache(model, num_blocks, device)
+    transport: Any = make_transport("torch", worker_id, "127.0.0.1", kv)
     pipe.send(WorkerEndpoint(worker_id, "tcp://127.0.0.1:1", {"torch": transport.address()}))
     for number in itertools.count():
         job = pipe.recv()
@@ -102,8 +104,18 @@ def serve(pipe: Connection, worker_id: str, model: str, num_blocks: int, piece_m
             transport.close()
             return
         method, *args = job
+        if method == "digest":
+            pipe.send(digest(kv, *args))
+            continue
         getattr(transport, method)(*args, PushNumber(0, number))
         pipe.send("done")
+
+
+def digest(kv: KvLayers, blocks: list[int]) -> bytes:
+    content = hashlib.blake2b()
+    for layer in kv.layers:
+        content.update(layer[blocks].cpu().numpy().tobytes())
+    return content.digest()
 
 
 def push(model: str, num_blocks: int, piece_mib: int, device: str) -> float:
@@ -127,6 +139,10 @@ def push(model: str, num_blocks: int, piece_mib: int, device: str) -> float:
             for pipe in pipes:
                 assert pipe.recv() == "done"
             times.append(time.perf_counter() - before)
+        for pipe in pipes:
+            pipe.send(("digest", chosen))
+        sent, received = [pipe.recv() for pipe in pipes]
+        assert sent == received, "other bytes arrived than were sent"
         for pipe in pipes:
             pipe.send(None)
         return len(chosen) * LAYERS[model] * LAYER_BYTES / statistics.median(times[1:]) / 1e9

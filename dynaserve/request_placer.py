@@ -231,7 +231,8 @@ class RequestPlacer:
         )
 
     def learn_transfer(self, tokens: int, took_ms: float) -> None:
-        """took_ms: to send the KV of so many tokens. Larger transfers say more; older ones fade."""
+        """took_ms: to send the KV of so many tokens, with what it waited for its receiver and for others that were sent there: the
+        links of a busy fleet seem slower than they are. Larger transfers say more; older ones fade."""
         self._moved_tokens = _TRANSFER_MEMORY * self._moved_tokens + tokens
         self._moved_ms = _TRANSFER_MEMORY * self._moved_ms + took_ms
         if self.predicts and self._moved_tokens > 0:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from dynaserve.errors import ConfigError  # noqa: E402 - only where torch is
-from vllm_plugin.kv_worker import _as_bytes  # noqa: E402
+from vllm_plugin.kv_worker import _as_bytes, _check_block_size  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -38,3 +38,11 @@ def test_a_block_in_several_pieces_of_memory_is_refused() -> None:
     keys_then_values = torch.randn(2, BLOCKS, 4, 6).transpose(0, 1)
     with pytest.raises(ConfigError, match=r"layer attn: a KV block of shape \(2, 4, 6\) with strides \(120, 6, 1\) is not contiguous"):
         _as_bytes("attn", keys_then_values)
+
+
+def test_blocks_that_the_backend_has_split_are_refused() -> None:
+    """Its kernels take 64 tokens at most: a block of 128 is two rows of the cache."""
+    _check_block_size("attn", torch.empty(10, 2, 64, 6), 64)
+    for cache in (torch.empty(10, 2, 64, 6), torch.empty(10, 128, 6)):
+        with pytest.raises(ConfigError, match=r"layer attn: the attention backend keeps blocks of shape .* and not of \(heads, 128 tokens"):
+            _check_block_size("attn", cache, 128)

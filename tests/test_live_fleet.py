@@ -155,6 +155,16 @@ def test_a_busy_fleet_whose_kv_moves_too_slowly_cuts_nothing() -> None:
             scheduler.set_kv_token_ms(impossible)
 
 
+@pytest.mark.parametrize(("kv_token_ms", "gathers"), [(0.03, True), (0.3, False)])
+def test_links_that_do_not_carry_the_prompts_end_gathering(kv_token_ms: float, gathers: bool) -> None:
+    """Ten tokens a millisecond come; 33 or 3 are carried."""
+    scheduler = fleet(Policy.dynamic)
+    scheduler.set_kv_token_ms(kv_token_ms)
+    _, betas = busy_for_minutes(scheduler)
+    most = max(betas[-40:].count(name) for name in ("i0", "i1"))
+    assert (most >= 36) == gathers
+
+
 def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
     kinds, betas = busy_for_minutes(fleet(Policy.dynamic))
     assert kinds[300:].count(PlacementReason.levels_prefill) > 100

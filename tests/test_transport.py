@@ -33,7 +33,7 @@ from dynaserve.kv_transfer import torch_pair  # noqa: E402 - only where torch is
 from dynaserve.kv_transfer.torch_channel import Channel  # noqa: E402
 from dynaserve.kv_transfer.torch_transport import PIECE_BYTES, TorchTransport  # noqa: E402 - only where torch is
 
-LAYERS, BLOCKS = 6, 64
+LAYERS, BLOCKS = 6, {"cpu": 64, "cuda": 256}[DEVICE]
 SHAPE = (3, 32, 128)  # KV heads, block size, twice the head size: SmolLM2's
 
 
@@ -342,7 +342,7 @@ def test_pushes_follow_each_other(pair: Pair) -> None:
 def test_a_push_larger_than_a_piece_arrives(pair: Pair) -> None:
     a, b = pair
     blocks = list(range(BLOCKS))
-    assert make_kv(0).block_bytes * BLOCKS > 2 * PIECE_BYTES
+    assert make_kv(0).block_bytes * BLOCKS > 2 * PIECE_BYTES[DEVICE]
     move(a, b, blocks, blocks[::-1])
     assert [b.call("block", i) for i in blocks[::-1]] == [a.call("block", i) for i in blocks]
 

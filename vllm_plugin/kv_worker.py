@@ -34,6 +34,8 @@ class KvWorker:
     def __init__(self, vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> None:
         options = PluginOptions.from_config(vllm_config)
         names = sorted(kv_caches)
+        for name in names:
+            _check_block_size(name, kv_caches[name], vllm_config.cache_config.block_size)
         kv = KvLayers([_as_bytes(name, kv_caches[name]) for name in names])
         worker_id = uuid.uuid4().hex
         transports = {name: make_transport(name, worker_id, options.host, kv) for name in options.transports}
@@ -91,9 +93,21 @@ class KvWorker:
         return wait
 
 
+def _check_block_size(name: str, cache: torch.Tensor, block_size: int) -> None:
+    """Raises ConfigError where the attention backend has split blocks into smaller ones: an index would name another block.
+
+    cache: logical shape [num_blocks, heads, tokens of a block, numbers] (v1/kv_cache_interface.py).
+    """
+    if cache.dim() != 4 or cache.shape[2] != block_size:
+        raise ConfigError(
+            f"layer {name}: the attention backend keeps blocks of shape {tuple(cache.shape[1:])} and not of (heads, {block_size} tokens, "
+            "numbers); name a --block-size that it takes as it is"
+        )
+
+
 def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
     """A uint8 view [num_blocks, block_bytes]; raises ConfigError where a block is not one piece of memory."""
-    # On CUDA a block's memory is in another order than its dimensions: tokens before heads.
+    # Its dimensions are heads, tokens, numbers; its memory may be in another order, as on CUDA, where the tokens come first.
     in_memory = sorted(range(1, cache.dim()), key=lambda dimension: -cache.stride(dimension))
     if not cache.permute(0, *in_memory)[0].is_contiguous():
         raise ConfigError(
@@ -106,12 +120,14 @@ def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> str:
-    """Equal for two workers exactly if the raw bytes of a block mean the same to both."""
-    cache = next(iter(kv_caches.values()))
+    """Equal for two workers only if the raw bytes of a block mean the same to both."""
+    kinds = {
+        f"{tuple(cache.shape[1:])} {str(cache.dtype).removeprefix('torch.')}, strides {cache.stride()[1:]}" for cache in kv_caches.values()
+    }
     parallel = vllm_config.parallel_config
     return (
-        f"{len(kv_caches)} layers of {tuple(cache.shape[1:])} {str(cache.dtype).removeprefix('torch.')}, "
-        f"strides {cache.stride()[1:]}, {_instruction_set(vllm_config, cache)}, tp {parallel.tensor_parallel_size}"
+        f"{len(kv_caches)} layers of {' and '.join(sorted(kinds))}, cache {vllm_config.cache_config.cache_dtype}, "
+        f"{_instruction_set(vllm_config, next(iter(kv_caches.values())))}, tp {parallel.tensor_parallel_size}"
     )
 
 

@@ -145,8 +145,8 @@ class Sweep:
         before = time.perf_counter()
         self._core.step_fn()
         took_ms = 1e3 * (time.perf_counter() - before)
-        left = len(self._scheduler.running) + len(self._scheduler.waiting)
-        assert left == step.decodes, f"{step} was not taken in one step: {left} requests are left"
+        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        assert (running, waiting) == (step.decodes, 0), f"{step} was not taken in one step: {running} run and {waiting} wait"
         return took_ms
 
     def _hold(self, decodes: int, context: int) -> None:
@@ -157,6 +157,8 @@ class Sweep:
         self._scheduler.max_num_scheduled_tokens = self._most_tokens
         if self._held:
             self._core.step_fn()
+        computed = {self._scheduler.requests[name].num_computed_tokens for name in self._held}
+        assert computed <= {context + 1}, f"decodes of {context} tokens have {computed}"
         self._group, self._steps_left = (decodes, context), _SPARE_TOKENS - 1
 
     def _add(self, claimed: int, computed: int, answer: int) -> str:
@@ -187,7 +189,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--most-new", type=int, default=8192, help="tokens of the longest prefill (default: %(default)s)")
     EngineArgs.add_cli_args(parser)
-    args = parser.parse_args(["--model", arguments[0], *arguments] if arguments and not arguments[0].startswith("-") else arguments)
+    args = parser.parse_args(arguments)
+    args.model = args.folder
     engine_args: Any = EngineArgs.from_cli_args(args)
     engine_args.enable_prefix_caching, engine_args.async_scheduling, engine_args.skip_tokenizer_init = False, False, True
     engine_args.kv_transfer_config = KVTransferConfig(

@@ -65,8 +65,11 @@ class Rates {
     const auto most = static_cast<double>(kept ? most_kept_ : most_);
     const double held = std::min(demand_.decodes / gatherers, most);
     const double left = std::max(0.0, demand_.decodes - gatherers * held);
-    const double moved = std::min(gatherers, free) * most_moved_;
-    return gatherers * BesideOnAverage(held) + std::min(free * BesideOnAverage(left / free), moved);
+    const double others = free * BesideOnAverage(left / free);
+    // The decodes that stay need no links.
+    const double share = demand_.decodes > 0.0 ? gatherers * held / demand_.decodes : 1.0;
+    const double carried = std::min(gatherers, free) * most_moved_;
+    return gatherers * BesideOnAverage(held) + (others * share > carried ? carried / share : others);
   }
 
   // The same; 0 where they would not keep up.

@@ -5,7 +5,7 @@ engine's default group: two workers that push into each other cannot wait for ea
 channels only.  `torch_pair` keeps both ends in step.
 
 A push is a header of fixed size, then pieces of at most `PIECE_BYTES`, gathered from all layers: one message per layer
-and block would be hundreds per chunk.
+and block would be hundreds per chunk.  On CUDA each push and receive under way has as much memory of the device beside that of the host.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import torch.distributed as dist
 from dynaserve.kv_transfer.torch_pair import Description, Incoming, Local, Outgoing
 from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError, WorkerEndpoint
 
-PIECE_BYTES = 8 << 20
-"""Bounds the staging memory of a channel (a single block may be larger)."""
-CUDA_PIECE_BYTES = 32 << 20
-"""There a copy of each layer has to be launched for a piece, and a block of 16 tokens has 3 MiB in a model of 14B."""
+PIECE_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
+"""By the kind of device: bounds the staging memory of a channel (a single block may be larger). On CUDA a copy is launched for each layer
+of a piece, and a block of 16 tokens has 3 MiB in a model of 14B."""
 DEFAULT_TIMEOUT_S = 20.0
 """A push or receive that makes no progress for this long has lost its peer."""
 
@@ -43,7 +42,7 @@ class TorchTransport:
         self._kv = kv
         self._device = kv.layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._blocks_per_piece = max(1, (CUDA_PIECE_BYTES if self._stream is not None else PIECE_BYTES) // kv.block_bytes)
+        self._blocks_per_piece = max(1, PIECE_BYTES[self._device.type] // kv.block_bytes)
         # A bound socket of our own: by itself the store listens on all interfaces.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -174,13 +173,16 @@ class TorchTransport:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """On CUDA: beside the engine's own work, and complete at the end."""
+        """On CUDA: beside the engine's own work, and complete at the end, also of a push that fails."""
         if self._stream is None:
             yield
             return
+        torch.cuda.set_device(self._device)  # a thread begins with the first one, and would make a context there
         with torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
 
 
 def _word(layer: torch.Tensor, part: torch.Tensor) -> torch.dtype:
