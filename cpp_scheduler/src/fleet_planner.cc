@@ -69,7 +69,8 @@ class Rates {
     // The decodes that stay need no links.
     const double share = demand_.decodes > 0.0 ? gatherers * held / demand_.decodes : 1.0;
     const double carried = std::min(gatherers, free) * most_moved_;
-    return gatherers * BesideOnAverage(held) + (others * share > carried ? carried / share : others);
+    return gatherers * BesideOnAverage(held) +
+           (others * share > carried ? carried / share : others);
   }
 
   // The same; 0 where they would not keep up.
