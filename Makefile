@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo up aborts fuzz soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-compare bench-compare-quick bench-decide bench-endurance bench-fidelity bench-frontend bench-handoff bench-idle bench-overload bench-pairs bench-predictor bench-scheduler clean runtime dev
+.PHONY: help demo up aborts fuzz soak test test-chaos test-fast test-cpp check format stubs bench-batching bench-compare bench-compare-quick bench-copies bench-decide bench-endurance bench-fidelity bench-frontend bench-handoff bench-idle bench-overload bench-pairs bench-predictor bench-scheduler clean runtime dev
 PYTHON ?= python3.11
 BIN := .venv/bin
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h')
@@ -62,6 +62,9 @@ bench-compare-quick: dev ## the same as a smoke test of some ten minutes; ARGS="
 
 bench-handoff: runtime ## what the hand-over costs: KV that leaves late, and the gap in the answer; ARGS=... options
 	$(BIN)/python -m benchmarks.handoff $(ARGS)
+
+bench-copies: runtime ## how fast KV blocks are gathered, moved and scattered; ARGS="--device cuda --models 8b 14b 32b"
+	$(BIN)/python -m benchmarks.kv_copies $(ARGS)
 
 bench-idle: runtime ## CPU of instances whose requests all wait for another instance; ARGS=... options
 	$(BIN)/python -m benchmarks.idle $(ARGS)

@@ -39,8 +39,9 @@ REPETITIONS = 7
 MIB = 1 << 20
 
 
-def cache(model: str, num_blocks: int, device: str) -> KvLayers:
+def cache(model: str, num_blocks: int, device: str, seed: int) -> KvLayers:
     """As vLLM allocates it on CUDA: a tensor for each layer, of random bytes."""
+    torch.manual_seed(seed)  # by itself every process begins with the same one
     shape = (num_blocks, LAYER_BYTES)
     return KvLayers([torch.randint(256, shape, dtype=torch.uint8, device=device) for _ in range(LAYERS[model])])
 
@@ -64,7 +65,7 @@ def median_s(call: Callable[[], Any], device: str) -> float:
 def copies(model: str, num_blocks: int, device: str, piece_mib: int) -> dict[str, float]:
     """GB/s of one piece, read once and written once, and of the device's plain copy of as much."""
     torch_transport.PIECE_BYTES[device] = piece_mib * MIB
-    kv = cache(model, num_blocks, device)
+    kv = cache(model, num_blocks, device, seed=1)
     transport = TorchTransport("copies", "127.0.0.1", kv)
     try:
         size = max(1, piece_mib * MIB // kv.block_bytes)
@@ -80,7 +81,7 @@ def copies(model: str, num_blocks: int, device: str, piece_mib: int) -> dict[str
             "plain to host": lambda: staged.copy_(on_device),
         }
         transport._gather(staged, blocks)
-        for row, block in zip(_rows(kv, staged.cpu(), size), blocks, strict=True):
+        for row, block in zip(_rows(kv, staged, size), blocks, strict=True):
             assert row == b"".join(layer[block].cpu().numpy().tobytes() for layer in kv.layers), "a block was gathered wrongly"
         return {name: on_device.numel() / median_s(call, device) / 1e9 for name, call in calls.items()}
     finally:
@@ -93,22 +94,20 @@ def _rows(kv: KvLayers, piece: torch.Tensor, size: int) -> Iterator[bytes]:
         yield b"".join(layer[index].numpy().tobytes() for layer in layers)
 
 
-def serve(pipe: Connection, worker_id: str, model: str, num_blocks: int, piece_mib: int, device: str) -> None:
+def serve(pipe: Connection, worker_id: str, model: str, num_blocks: int, piece_mib: int, device: str, seed: int) -> None:
     torch_transport.PIECE_BYTES[device] = piece_mib * MIB
-    kv = cache(model, num_blocks, device)
+    kv = cache(model, num_blocks, device, seed)
     transport: Any = make_transport("torch", worker_id, "127.0.0.1", kv)
     pipe.send(WorkerEndpoint(worker_id, "tcp://127.0.0.1:1", {"torch": transport.address()}))
-    for number in itertools.count():
-        job = pipe.recv()
-        if job is None:
-            transport.close()
-            return
+    numbers = itertools.count()
+    while (job := pipe.recv()) is not None:
         method, *args = job
         if method == "digest":
             pipe.send(digest(kv, *args))
-            continue
-        getattr(transport, method)(*args, PushNumber(0, number))
-        pipe.send("done")
+        else:
+            getattr(transport, method)(*args, PushNumber(0, next(numbers)))
+            pipe.send("done")
+    transport.close()
 
 
 def digest(kv: KvLayers, blocks: list[int]) -> bytes:
@@ -118,19 +117,25 @@ def digest(kv: KvLayers, blocks: list[int]) -> bytes:
     return content.digest()
 
 
+def _digest_of(pipe: Connection, blocks: list[int]) -> bytes:
+    pipe.send(("digest", blocks))
+    return bytes(pipe.recv())
+
+
 def push(model: str, num_blocks: int, piece_mib: int, device: str) -> float:
     """GB/s from one process to another."""
     context = multiprocessing.get_context("spawn")
     pipes, processes, endpoints = [], [], []
-    for worker_id in ("sender", "receiver"):
+    for seed, worker_id in enumerate(("sender", "receiver")):
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, worker_id, model, num_blocks, piece_mib, device), daemon=True)
+        process = context.Process(target=serve, args=(theirs, worker_id, model, num_blocks, piece_mib, device, seed), daemon=True)
         process.start()
         pipes.append(ours)
         processes.append(process)
     try:
         endpoints = [pipe.recv() for pipe in pipes]
         chosen = random.Random(1).sample(range(num_blocks), num_blocks // 2)
+        assert _digest_of(pipes[0], chosen) != _digest_of(pipes[1], chosen), "the caches are equal before anything was sent"
         times = []
         for _ in range(REPETITIONS + 1):
             before = time.perf_counter()
@@ -139,10 +144,7 @@ def push(model: str, num_blocks: int, piece_mib: int, device: str) -> float:
             for pipe in pipes:
                 assert pipe.recv() == "done"
             times.append(time.perf_counter() - before)
-        for pipe in pipes:
-            pipe.send(("digest", chosen))
-        sent, received = [pipe.recv() for pipe in pipes]
-        assert sent == received, "other bytes arrived than were sent"
+        assert _digest_of(pipes[0], chosen) == _digest_of(pipes[1], chosen), "other bytes arrived than were sent"
         for pipe in pipes:
             pipe.send(None)
         return len(chosen) * LAYERS[model] * LAYER_BYTES / statistics.median(times[1:]) / 1e9

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from dynaserve.errors import ConfigError  # noqa: E402 - only where torch is
-from vllm_plugin.kv_worker import _as_bytes, _check_block_size  # noqa: E402
+from vllm_plugin.kv_worker import _as_bytes, _check_block_size, _kind  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -27,6 +27,13 @@ def test_a_block_is_its_memory_in_whatever_order_its_dimensions_are(in_memory: t
     assert torch.equal(view, memory.view(BLOCKS, -1).view(torch.uint8))
     view[3] = view[1]
     assert torch.equal(cache[3], cache[1]), "a view, not a copy"
+
+
+def test_two_orders_in_memory_are_two_layouts() -> None:
+    one, other = torch.randn(BLOCKS, 2, 4, 6), torch.randn(BLOCKS, 4, 2, 6).permute(0, 2, 1, 3)
+    assert one.shape == other.shape
+    assert _kind(one) != _kind(other)
+    assert _kind(one) == _kind(torch.randn(3, 2, 4, 6))
 
 
 def test_blocks_of_two_layers_in_turns_are_taken() -> None:

@@ -16,6 +16,7 @@ from dynaserve.execution_predictor import ExecutionPredictor, InstanceLimits, Vi
 from dynaserve.global_scheduler import Slo
 from dynaserve.placement_search import (
     FleetDemand,
+    FleetPlan,
     Outcome,
     SearchInstance,
     SearchOptions,
@@ -407,7 +408,9 @@ def _decodes_ms(table: ProfileTable, decodes: int, context: float) -> float:
     return table.step_ms(BatchShape(decodes=decodes, decode_context_tokens=round(decodes * context)))
 
 
-def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: float = 0.0, output_rate: float = 0.0) -> int:
+def planned(
+    decodes: int, current: int, limits: InstanceLimits, prefill_rate: float = 0.0, output_rate: float = 0.0, kv_token_ms: float = 0.0
+) -> FleetPlan:
     demand = FleetDemand(
         instances=2,
         decodes=decodes,
@@ -416,25 +419,20 @@ def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: 
         prefill_rate=prefill_rate,
         output_rate=output_rate,
         answer_context_tokens=1000.0,
+        kv_token_ms=kv_token_ms,
     )
-    return plan_fleet(ProfileTable(A100), limits, demand, current).gathering
+    return plan_fleet(ProfileTable(A100), limits, demand, current)
+
+
+def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: float = 0.0, output_rate: float = 0.0) -> int:
+    return planned(decodes, current, limits, prefill_rate, output_rate).gathering
 
 
 def test_nothing_is_gathered_over_links_that_do_not_carry_the_prompts() -> None:
     """192 KiB a token over links that do not matter, that the gain is worth nonetheless, and that leave none."""
-    limits, plans = InstanceLimits(step_ms=50.0, kv_tokens=200_000), []
-    for gbytes_per_s in (25, 2, 0.5):
-        demand = FleetDemand(
-            instances=2,
-            decodes=40,
-            mean_context_tokens=1000.0,
-            prompt_tokens=2000,
-            prefill_rate=9.0,
-            output_rate=0.5,
-            answer_context_tokens=1000.0,
-            kv_token_ms=196608 / gbytes_per_s / 1e6,
-        )
-        plans.append(plan_fleet(ProfileTable(A100), limits, demand, 0))
+    limits = InstanceLimits(step_ms=50.0, kv_tokens=200_000)
+    links_ms = [196608 / gbytes_per_s / 1e6 for gbytes_per_s in (25, 2, 0.5)]
+    plans = [planned(40, 0, limits, prefill_rate=9.0, output_rate=0.5, kv_token_ms=link_ms) for link_ms in links_ms]
     assert [plan.gathering for plan in plans] == [1, 1, 0]
     assert plans[0].prefill_rate > plans[1].prefill_rate > plans[2].prefill_rate == plans[2].colocated_rate
 

@@ -796,6 +796,12 @@ def test_an_unknown_transport_is_refused() -> None:
         make_transport("pigeon", "w", "127.0.0.1", make_kv(0))
 
 
+def test_a_cache_on_another_device_is_refused() -> None:
+    kv = KvLayers([torch.empty(4, 8, dtype=torch.uint8, device="meta")])
+    with pytest.raises(TransportUnavailable, match="moves caches on cpu and cuda, and this one is on meta"):
+        make_transport("torch", "w", "127.0.0.1", kv)
+
+
 def test_a_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)
     with pytest.raises(TransportUnavailable, match="apt-get install libibverbs1"):

@@ -121,14 +121,17 @@ def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
 
 def _layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> str:
     """Equal for two workers only if the raw bytes of a block mean the same to both."""
-    kinds = {
-        f"{tuple(cache.shape[1:])} {str(cache.dtype).removeprefix('torch.')}, strides {cache.stride()[1:]}" for cache in kv_caches.values()
-    }
+    kinds = {_kind(cache) for cache in kv_caches.values()}
     parallel = vllm_config.parallel_config
     return (
         f"{len(kv_caches)} layers of {' and '.join(sorted(kinds))}, cache {vllm_config.cache_config.cache_dtype}, "
         f"{_instruction_set(vllm_config, next(iter(kv_caches.values())))}, tp {parallel.tensor_parallel_size}"
     )
+
+
+def _kind(cache: torch.Tensor) -> str:
+    """What a block holds, and in which order."""
+    return f"{tuple(cache.shape[1:])} {str(cache.dtype).removeprefix('torch.')}, strides {cache.stride()[1:]}"
 
 
 def _instruction_set(vllm_config: VllmConfig, cache: torch.Tensor) -> str:

@@ -23,11 +23,12 @@ import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
+
+from vllm_plugin.sweep_requests import sweep_request
 
 REPETITIONS = 4
 """Of each step; the first is not kept."""
@@ -163,13 +164,10 @@ class Sweep:
 
     def _add(self, claimed: int, computed: int, answer: int) -> str:
         self._added += 1
-        name = f"sweep-{self._added}"
-        prompt = [1000 + (self._added * 7919 + index * 31) % 19000 for index in range(claimed + computed)]
-        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
-        params.update_from_generation_config({}, None)
-        self._scheduler.connector.claimed[name] = claimed
-        self._core.add_request(Request(name, prompt, params, None))
-        return name
+        request = sweep_request(self._added, claimed + computed, answer)
+        self._scheduler.connector.claimed[request.request_id] = claimed
+        self._core.add_request(request)
+        return str(request.request_id)
 
 
 def rows(sweep: Sweep, steps: Iterable[Composition], labels: Sequence[Any]) -> Iterable[list[Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -24,12 +23,10 @@ from dynaserve.step_planner import RunningDecodes, StepPlan, StepPlanner
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.device import profile_key
 from vllm_plugin.options import PLUGIN, PluginOptions
+from vllm_plugin.sweep_requests import sweep_request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_TOKEN_IDS = range(1000, 20000)
-"""Above the control tokens and below the end of the vocabularies in use."""
 
 
 class SweepPlanner(StepPlanner):
@@ -148,12 +145,9 @@ class Steps:
 
     def _add(self, prompt_tokens: int, output_tokens: int) -> str:
         self._added += 1
-        name = f"sweep-{self._added}"
-        prompt = [_TOKEN_IDS[(self._added * 7919 + index * 31) % len(_TOKEN_IDS)] for index in range(prompt_tokens)]
-        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-        params.update_from_generation_config({}, None)
-        self._core.add_request(Request(name, prompt, params, None, block_hasher=self._core.request_block_hasher))
-        return name
+        request = sweep_request(self._added, prompt_tokens, output_tokens, self._core.request_block_hasher)
+        self._core.add_request(request)
+        return str(request.request_id)
 
 
 def _config(args: argparse.Namespace) -> VllmConfig:

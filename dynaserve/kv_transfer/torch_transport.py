@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dynaserve.kv_transfer.torch_pair import Description, Incoming, Local, Outgoing
-from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError, WorkerEndpoint
+from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError, TransportUnavailable, WorkerEndpoint
 
 PIECE_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
 """By the kind of device: bounds the staging memory of a channel (a single block may be larger). On CUDA a copy is launched for each layer
@@ -41,6 +41,10 @@ class TorchTransport:
     def __init__(self, worker_id: str, host: str, kv: KvLayers, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._kv = kv
         self._device = kv.layers[0].device
+        if self._device.type not in PIECE_BYTES:
+            raise TransportUnavailable(
+                f"the torch transport moves caches on {' and '.join(PIECE_BYTES)}, and this one is on {self._device.type}"
+            )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._blocks_per_piece = max(1, PIECE_BYTES[self._device.type] // kv.block_bytes)
         # A bound socket of our own: by itself the store listens on all interfaces.
