@@ -35,13 +35,14 @@ all_limits = st.builds(
 
 @st.composite
 def virtual_requests(draw: st.DrawFn, key: int) -> VirtualRequest:
-    prefill = draw(st.integers(0, 1500))
+    prefill = draw(st.integers(0, 1500) | st.sampled_from([0, 1]))
     return VirtualRequest(
         key=key,
         context_tokens=draw(st.just(0) | st.integers(0, 1000)),
         prefill_tokens=prefill,
         decode_tokens=draw(st.integers(0 if prefill else 1, 200)),
         ready_ms=draw(st.just(0.0) | st.floats(0.0, 5000.0)),
+        is_beta=draw(st.booleans()),
     )
 
 
@@ -153,6 +154,7 @@ def _with_key(request: VirtualRequest, key: int) -> VirtualRequest:
         prefill_tokens=request.prefill_tokens,
         decode_tokens=request.decode_tokens,
         ready_ms=request.ready_ms,
+        is_beta=request.is_beta,
     )
 
 

@@ -174,14 +174,16 @@ def test_an_idle_fleet_cuts_nothing() -> None:
         assert SplitSearch().find(instances, request_of(prompt), SearchOptions(), NOW_MS).beta is None
 
 
-@pytest.mark.parametrize("prompt", [20, 300])
-def test_the_first_token_does_not_wait_for_room_where_decodes_are_gathered(prompt: int) -> None:
+@pytest.mark.parametrize(("prompt", "split"), [(20, 20), (300, 299)])
+def test_what_resumes_does_not_wait_for_prompts(prompt: int, split: int) -> None:
+    """A prompt of 20 tokens is not cut inside."""
     instances = [SearchInstance(decoding(60, prompt=20_000)), SearchInstance(decoding(0), keeps_free=True)]
     choice = SplitSearch().find(instances, request_of(prompt), BUSY, NOW_MS)
-    assert (choice.alpha, choice.beta) == (1, 0)
-    assert choice.split_token >= prompt
-    behind = SplitSearch().try_cut(instances, 1, 0, prompt - 1, request_of(prompt), BUSY, NOW_MS)
-    assert behind.outcome.ttft_ms > choice.outcome.ttft_ms + 1000.0
+    assert (choice.alpha, choice.beta, choice.split_token) == (1, 0, split)
+    assert choice.outcome.ttft_ms < 3 * 50.0
+    assert choice.outcome.gap_ms < 3 * 50.0
+    behind = SplitSearch().try_cut(instances, 1, 0, 10, request_of(prompt), BUSY, NOW_MS)
+    assert behind.outcome.ttft_ms > 1000.0
 
 
 @pytest.mark.parametrize(("output", "handed_over"), [(1, False), (2, True)])

@@ -21,10 +21,15 @@ class Walked:
     start_ms: float | None = None
     prefill_end_ms: float | None = None
     end_ms: float | None = None
+    is_beta: bool = False
 
     @property
     def whole_context(self) -> int:
         return self.context + self.prefill
+
+    @property
+    def resumes(self) -> bool:
+        return self.prefill == 0 or (self.is_beta and self.prefill == 1)
 
 
 @dataclass
@@ -42,8 +47,12 @@ class SteppingInstance:
 
     def add(self, request: VirtualRequest, now_ms: float) -> Walked:
         ready_ms = max(request.ready_ms, now_ms)
-        walked = Walked(request.key, request.context_tokens, request.prefill_tokens, request.decode_tokens, ready_ms)
+        walked = Walked(
+            request.key, request.context_tokens, request.prefill_tokens, request.decode_tokens, ready_ms, is_beta=request.is_beta
+        )
         self.waiting.append(walked)
+        if self.order is AdmissionOrder.arrival:
+            self.waiting.sort(key=lambda r: (not r.is_beta, r.is_beta and not r.resumes))
         if self.order is AdmissionOrder.shortest_prefill:
             self.waiting.sort(key=lambda r: r.prefill)
         return walked
@@ -70,9 +79,11 @@ class SteppingInstance:
             if coming:
                 self.now_ms = min(coming)
             return bool(coming)
-        for request in [r for r in admissible if r.prefill == 0]:
+        for request in [r for r in admissible if r.resumes]:
             self._admit(request)
-            request.prefill_end_ms = self.now_ms
+            request.prefill_end_ms = self.now_ms if request.prefill == 0 else None
+            request.decode += request.prefill
+            request.prefill = 0
         decodes = [r for r in self.running if r.prefill == 0]
         prefills = [r for r in self.running if r.prefill > 0] + [r for r in admissible if r.prefill > 0]
         shape = BatchShape(decodes=len(decodes), decode_context_tokens=sum(r.context for r in decodes))
@@ -103,6 +114,7 @@ class SteppingInstance:
         for request in decodes:
             request.context += 1
             request.decode -= 1
+            request.prefill_end_ms = ends_ms if request.prefill_end_ms is None else request.prefill_end_ms
         self.now_ms = ends_ms
         for request in [r for r in self.running if r.prefill == 0 and r.decode == 0]:
             request.end_ms = ends_ms
@@ -121,6 +133,8 @@ class SteppingInstance:
                 continue
             ahead = [*self.running, *found]
             full = sum(r.prefill for r in ahead) >= self.limits.max_step_tokens
+            if self.order is AdmissionOrder.arrival and request.is_beta and request.resumes:
+                full = False
             if ahead and (full or not self._fits(request, ahead)):
                 break
             found.append(request)

@@ -22,15 +22,17 @@ void BindRequests(nb::module_& m) {
                                      "One micro-request as an instance sees it: prefill in chunks, "
                                      "then one decode token a step.");
   request
-      .def(nb::init<std::uint64_t, std::int64_t, std::int64_t, std::int64_t, double>(),
+      .def(nb::init<std::uint64_t, std::int64_t, std::int64_t, std::int64_t, double, bool>(),
            nb::kw_only(), "key"_a, "context_tokens"_a = 0, "prefill_tokens"_a = 0,
-           "decode_tokens"_a = 0, "ready_ms"_a = 0.0)
+           "decode_tokens"_a = 0, "ready_ms"_a = 0.0, "is_beta"_a = false)
       .def_ro("key", &VirtualRequest::key)
       .def_ro("context_tokens", &VirtualRequest::context_tokens)
       .def_ro("prefill_tokens", &VirtualRequest::prefill_tokens)
       .def_ro("decode_tokens", &VirtualRequest::decode_tokens)
-      .def_ro("ready_ms", &VirtualRequest::ready_ms);
-  AsValue(request, "key", "context_tokens", "prefill_tokens", "decode_tokens", "ready_ms");
+      .def_ro("ready_ms", &VirtualRequest::ready_ms)
+      .def_ro("is_beta", &VirtualRequest::is_beta);
+  AsValue(request, "key", "context_tokens", "prefill_tokens", "decode_tokens", "ready_ms",
+          "is_beta");
 
   const InstanceLimits usual;
   nb::class_<InstanceLimits> limits(m, "InstanceLimits", "What an instance may run at once.");

@@ -57,7 +57,7 @@ double SplitSearch::GuessInAnswer(const Sketch& alpha, const Sketch& beta, std::
                                    alpha.begins_ms + options.kv_token_ms * prompt) +
                           options.hand_off_ms;
   // The step that runs then is half over, on average.
-  const double start_ms = std::max(ready_ms + 0.5 * beta.decode_step_ms, beta.seat_ms);
+  const double start_ms = std::max(ready_ms + 0.5 * beta.decode_step_ms, beta.beta_seat_ms);
   outcome.gap_ms = std::max(outcome.gap_ms, start_ms + beta.RunningMs() - end_ms);
   return ObjectiveMs(outcome, request.slo);
 }
@@ -75,7 +75,7 @@ void SplitSearch::DraftInAnswer(Sketch& alpha, Sketch& beta, const SearchRequest
   draft(prompt);
   const double gap_ms = options.hand_off_ms + beta.TwoStepsMs();
   const double first_ms = alpha.begins_ms + alpha.PromptMs(prompt) + alpha.prompt_late_ms;
-  const double late_ms = beta.seat_ms + beta.RunningMs() - gap_ms - first_ms;
+  const double late_ms = beta.beta_seat_ms + beta.RunningMs() - gap_ms - first_ms;
   const double more = std::ceil(std::clamp(late_ms / alpha.decode_step_ms, 0.0, 1e9));
   if (more > 1.0) draft(prompt + static_cast<std::int64_t>(more));
   if (more > 0.0 || options.kv_token_ms > 0.0) draft(prompt + 1);
@@ -119,7 +119,7 @@ void SplitSearch::TryInAnswer(std::span<const SearchInstance> instances,
         tried.outcome.ttft_ms - alpha.begins_ms - alpha.PromptMs(request.prompt_tokens);
     const double start_ms = tried.beta_start_ms - now_ms;
     const bool is_late = tried.outcome.gap_ms > options.hand_off_ms + beta.TwoStepsMs();
-    beta.seat_ms = is_late ? start_ms : std::min(beta.seat_ms, start_ms);
+    beta.beta_seat_ms = is_late ? start_ms : std::min(beta.beta_seat_ms, start_ms);
   }
 }
 

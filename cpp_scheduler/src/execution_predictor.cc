@@ -68,10 +68,10 @@ ExecutionPredictor::ExecutionPredictor(const ProfileTable& table, const Instance
 Forecast ExecutionPredictor::Predict(const VirtualRequest& newcomer, double now_ms,
                                      Horizon horizon) {
   Check(newcomer);
-  scratch_ = Tail(now_ms);
   VirtualRequest request = newcomer;
   request.key = kNewcomer;
   request.ready_ms = std::max(request.ready_ms, now_ms);
+  scratch_ = StateBefore(request, now_ms);
   Enqueue(scratch_, request);
   return Run(scratch_, request.key, horizon, nullptr);
 }
@@ -89,12 +89,14 @@ Forecast ExecutionPredictor::PredictPrefill(const VirtualRequest& newcomer, doub
 
 double ExecutionPredictor::PredictDrainMs(const VirtualRequest* newcomer, double now_ms) {
   if (newcomer != nullptr) Check(*newcomer);
-  scratch_ = Tail(now_ms);
   if (newcomer != nullptr) {
     VirtualRequest request = *newcomer;
     request.key = kNewcomer;
     request.ready_ms = std::max(request.ready_ms, now_ms);
+    scratch_ = StateBefore(request, now_ms);
     Enqueue(scratch_, request);
+  } else {
+    scratch_ = Tail(now_ms);
   }
   Run(scratch_, kNobody, Horizon::kEnd, nullptr);
   return scratch_.now_ms;
@@ -117,7 +119,14 @@ void ExecutionPredictor::Add(const VirtualRequest& request, double now_ms) {
   VirtualRequest added = request;
   added.ready_ms = std::max(added.ready_ms, now_ms);
   Advance(base_, now_ms);
-  if (order_ == AdmissionOrder::kArrival) Enqueue(Tail(now_ms), added);
+  if (order_ == AdmissionOrder::kArrival && !tail_stale_) {
+    State& tail = Tail(now_ms);
+    if (added.is_beta && added.ready_ms < tail.now_ms) {
+      tail_stale_ = true;  // it overtakes what runs there already
+    } else {
+      Enqueue(tail, added);
+    }
+  }
   Enqueue(base_, added);
 }
 
@@ -143,6 +152,7 @@ void ExecutionPredictor::Replace(std::span<const VirtualRequest> running,
   for (const VirtualRequest& request : running) Check(request);
   for (const VirtualRequest& request : waiting) Check(request);
   base_.now_ms = between_steps ? now_ms : std::max(base_.now_ms, now_ms);
+  base_.has_first_tokens = false;
   base_.decode_context = 0;
   base_.decodes.clear();
   base_.prefills.clear();
@@ -170,8 +180,25 @@ void ExecutionPredictor::SetCostScale(double cost_scale, double now_ms) {
 
 double ExecutionPredictor::PrefillFreeMs(double now_ms) { return Tail(now_ms).now_ms; }
 
-double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens) {
-  const State& tail = Tail(now_ms);
+ExecutionPredictor::Overtaken ExecutionPredictor::BeforeBeta(double now_ms) {
+  Advance(base_, now_ms);
+  Overtaken found{base_.now_ms, 0, 0};
+  for (const Prefill& prefill : base_.prefills) {
+    found.prefill_tokens += prefill.request.prefill_tokens;
+  }
+  for (const VirtualRequest& request : base_.waiting) {
+    if (!request.is_beta) {
+      found.requests += 1;
+    } else if (request.ready_ms <= base_.now_ms) {
+      found.prefill_tokens += request.prefill_tokens;
+    }
+  }
+  return found;
+}
+
+double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens, bool is_beta) {
+  if (is_beta) Advance(base_, now_ms);
+  const State& tail = is_beta ? base_ : Tail(now_ms);
   const auto decodes = static_cast<std::int64_t>(tail.decodes.size());
   if (decodes == 0) return tail.now_ms;
   const BatchShape shape{0, 0.0, decodes, tail.decode_context};
@@ -302,7 +329,11 @@ void ExecutionPredictor::Check(const VirtualRequest& request) const {
 
 void ExecutionPredictor::Enqueue(State& state, const VirtualRequest& request) const {
   auto place = state.waiting.end();
-  if (order_ == AdmissionOrder::kShortestPrefill) {
+  if (order_ == AdmissionOrder::kArrival && request.is_beta) {
+    place = std::ranges::find_if(state.waiting, [&](const VirtualRequest& waiting) {
+      return !waiting.is_beta || (request.resumes() && !waiting.resumes());
+    });
+  } else if (order_ == AdmissionOrder::kShortestPrefill) {
     place = std::upper_bound(state.waiting.begin(), state.waiting.end(), request,
                              [](const VirtualRequest& a, const VirtualRequest& b) {
                                return a.prefill_tokens < b.prefill_tokens;
@@ -358,8 +389,10 @@ ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
       continue;
     }
     const std::int64_t context = request.context_tokens + request.prefill_tokens;
+    const bool overtakes =
+        order_ == AdmissionOrder::kArrival && request.is_beta && request.resumes();
     const bool fits =
-        tokens < limits_.max_step_tokens && seats < limits_.max_requests &&
+        (overtakes || tokens < limits_.max_step_tokens) && seats < limits_.max_requests &&
         kv + context <= limits_.kv_tokens &&
         (request.decode_tokens == 0 || decodes.decodes == 0 ||
          LeavesRoomForDecode(*table_, decodes, context, limits_.step_ms / cost_scale_));
@@ -373,11 +406,19 @@ ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
       decodes.decodes += 1;
       decodes.decode_context_tokens += context;
     }
-    if (request.prefill_tokens > 0) {
+    if (!request.resumes()) {
       work_.push_back({request.prefill_tokens, request.context_tokens});
       candidates_.push_back(i);
       tokens += request.prefill_tokens;
       ++i;
+    } else if (request.prefill_tokens > 0) {
+      if (request.key == watched_) watched_forecast_.start_ms = state.now_ms;
+      VirtualRequest decode = request;
+      decode.prefill_tokens = 0;
+      decode.decode_tokens += 1;
+      BeginDecode(state, decode, state.now_ms, kNever);
+      state.has_first_tokens = true;
+      state.waiting.erase(state.waiting.begin() + static_cast<std::ptrdiff_t>(i));
     } else {
       if (request.key == watched_) {
         watched_forecast_.start_ms = watched_forecast_.prefill_end_ms = state.now_ms;
@@ -394,7 +435,10 @@ bool ExecutionPredictor::Step(State& state, double until_ms, std::vector<Ended>*
   if (!work_.empty()) {
     StepWithPrefill(state, ended);
   } else if (!state.decodes.empty()) {
-    Stretch(state, std::min(until_ms, gathered.next_ready_ms));
+    // The step of a first token is one of its own.
+    Stretch(state,
+            state.has_first_tokens ? state.now_ms : std::min(until_ms, gathered.next_ready_ms));
+    TellFirstTokens(state);
     EndDecodes(state, ended);
   } else {
     if (!(gathered.next_ready_ms < until_ms)) return false;
@@ -438,6 +482,16 @@ PrefillBudget ExecutionPredictor::BudgetOf(const BatchShape& decodes,
   return budget;
 }
 
+void ExecutionPredictor::TellFirstTokens(State& state) {
+  if (!state.has_first_tokens) return;
+  state.has_first_tokens = false;
+  for (Decode& decode : state.decodes) {
+    if (decode.prefill_end_ms != kNever) continue;
+    decode.prefill_end_ms = state.now_ms;
+    if (decode.key == watched_) watched_forecast_.prefill_end_ms = state.now_ms;
+  }
+}
+
 void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended) {
   const BatchShape decodes{0, 0.0, static_cast<std::int64_t>(state.decodes.size()),
                            state.decode_context};
@@ -446,6 +500,7 @@ void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended
   state.now_ms += budget.step_ms * cost_scale_;
   state.step += 1;
   state.decode_context += decodes.decodes;
+  TellFirstTokens(state);
   EndDecodes(state, ended);
 
   std::int64_t left = budget.tokens;
@@ -549,6 +604,14 @@ ExecutionPredictor::State& ExecutionPredictor::Tail(double now_ms) {
   Advance(tail_, now_ms);
   while (!Gather(tail_).reached_end) Step(tail_, kNever, nullptr);
   return tail_;
+}
+
+const ExecutionPredictor::State& ExecutionPredictor::StateBefore(const VirtualRequest& newcomer,
+                                                                 double now_ms) {
+  const State& tail = Tail(now_ms);
+  if (!newcomer.is_beta || newcomer.ready_ms >= tail.now_ms) return tail;
+  Advance(base_, now_ms);
+  return base_;
 }
 
 Forecast ExecutionPredictor::Run(State& state, std::uint64_t watched, Horizon horizon,

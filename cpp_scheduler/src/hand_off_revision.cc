@@ -22,7 +22,8 @@ class Look {
         standing_(pending.alpha.predictor->Find(pending.alpha_key, now_ms)),
         on_alpha_(search.PriceDecoding(pending.alpha, request, options, now_ms)),
         on_beta_(search.PriceDecoding(pending.beta, request, options, now_ms)),
-        beta_queue_ms_(pending.beta.predictor->PrefillFreeMs(now_ms) - now_ms) {}
+        beta_queue_ms_(pending.beta.predictor->PrefillFreeMs(now_ms) - now_ms),
+        overtaken_(static_cast<double>(pending.beta.predictor->BeforeBeta(now_ms).requests)) {}
 
   bool possible() const { return standing_ && standing_->prefill_tokens > 0; }
   std::int64_t computed() const { return standing_->context_tokens; }
@@ -60,17 +61,20 @@ class Look {
                       options_.hand_off_ms;
     const auto second = pending_.beta.predictor->PredictChange(
         {pending_.beta_key, split_token, request_.prompt_tokens - split_token,
-         end_token_ - request_.prompt_tokens, cut.hand_off_ms},
+         end_token_ - request_.prompt_tokens, cut.hand_off_ms, /*is_beta=*/true},
         now_ms_, Horizon::kPrefillEnd);
     if (!second) return {};
     cut.left_ms = second->prefill_end_ms - now_ms_;
     Outcome outcome = on_beta_;
     outcome.ttft_ms = pending_.waited_ms + cut.left_ms;
     outcome.hand_off_ms = options_.hand_off_price_ms + options_.hand_off_price_share * cut.left_ms;
-    // beta waits for alpha, others only for what is queued before them.
+    // beta waits for alpha, others only for what is queued before them, and those that beta
+    // overtakes for its prefill; one that resumes shares a step of decodes.
+    const bool resumes = request_.prompt_tokens - split_token <= 1;
+    const double beta_ms = resumes ? 0.0 : Lasting(second->start_ms, second->prefill_end_ms);
     outcome.others_wait_ms =
         OthersWait(first->start_ms - now_ms_, Lasting(first->start_ms, first->end_ms)) +
-        OthersWait(beta_queue_ms_, Lasting(second->start_ms, second->prefill_end_ms));
+        OthersWait(beta_queue_ms_, beta_ms) + overtaken_ * beta_ms;
     cut.objective_ms = ObjectiveMs(outcome, request_.slo);
     return cut;
   }
@@ -91,6 +95,7 @@ class Look {
   const std::optional<VirtualRequest> standing_;
   const Outcome on_alpha_, on_beta_;
   const double beta_queue_ms_;
+  const double overtaken_;
 };
 
 }  // namespace

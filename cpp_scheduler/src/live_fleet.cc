@@ -359,8 +359,9 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
   const std::int64_t rest = std::max<std::int64_t>(0, request.prompt_tokens - split);
   const std::int64_t decodes = placement.beta->end_token - std::max(split, request.prompt_tokens);
   EnterPart(entry, 1, placement.beta->instance_id,
-            {0, split, rest, std::max<std::int64_t>(rest > 0 ? 0 : 1, decodes), ready_ms}, promised,
-            now_ms);
+            {0, split, rest, std::max<std::int64_t>(rest > 0 ? 0 : 1, decodes), ready_ms,
+             /*is_beta=*/true},
+            promised, now_ms);
 }
 
 void LiveFleet::EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
@@ -505,7 +506,8 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
         std::max<std::int64_t>(0, end_token - std::max(computed, entry.prompt_tokens));
     // One that is still there has at least a token to go.
     running_.push_back({key, computed, prefill,
-                        prefill > 0 ? decodes : std::max<std::int64_t>(1, decodes), now_ms});
+                        prefill > 0 ? decodes : std::max<std::int64_t>(1, decodes), now_ms,
+                        side == 1});
   }
   waiting_.insert(waiting_.begin(), sent_back_.begin(), sent_back_.end());
   predictor.Replace(running_, waiting_, now_ms, /*between_steps=*/true);
@@ -665,6 +667,7 @@ void LiveFleet::CutAt(Entry& entry, std::int64_t split_token, double ready_ms, d
       RestUpTo(entry.request, std::max(EndToken(entry.request), split_token + 1), split_token);
   rest.key = KeyOf(entry.ordinal, 1);
   rest.ready_ms = ready_ms;
+  rest.is_beta = true;
   Put(entry.parts[1].instance_id, rest, now_ms);
 }
 

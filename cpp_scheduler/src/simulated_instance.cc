@@ -42,7 +42,7 @@ void SimulatedInstance::Add(const SimulatedSequence& sequence) {
   }
   // As the engine does: decodes come first, then prompts that have begun elsewhere.
   const auto goes_before = [&sequence](const SimulatedSequence& waiting) {
-    return sequence.is_beta && (!waiting.is_beta || (sequence.decodes() && !waiting.decodes()));
+    return sequence.is_beta && (!waiting.is_beta || (sequence.resumes() && !waiting.resumes()));
   };
   waiting_.insert(std::ranges::find_if(waiting_, goes_before), sequence);
 }
@@ -95,6 +95,27 @@ void SimulatedInstance::GatherDecodes(double now_ms) {
     due_ms_ = std::min(due_ms_, sequence.last_token_ms + options_.slo_ms);
   }
   step_tokens_ = shape_.decodes;
+  while (!waiting_.empty() && waiting_.front().resumes() && CanResume(waiting_.front())) Resume();
+}
+
+bool SimulatedInstance::CanResume(const SimulatedSequence& sequence) const {
+  return running_.size() < static_cast<std::size_t>(options_.max_running) &&
+         FreeKv() > sequence.computed;
+}
+
+// Beside whatever prompt: it needs nothing but the token that it samples from.
+void SimulatedInstance::Resume() {
+  const SimulatedSequence sequence = waiting_.front();
+  waiting_.pop_front();
+  running_.push_back(sequence);
+  chunk_.push_back(1);
+  kv_used_ += sequence.computed;
+  ++step_tokens_;
+  ++shape_.decodes;
+  shape_.decode_context_tokens += sequence.computed + 1;
+  if (sequence.decodes()) {
+    due_ms_ = std::min(due_ms_, sequence.last_token_ms + options_.slo_ms);
+  }
 }
 
 // Work beyond a full step is of no interest.
@@ -104,7 +125,7 @@ void SimulatedInstance::GatherPrefills() {
   std::int64_t tokens = 0;
   for (std::size_t i = 0; i < running_.size() && tokens < options_.max_step_tokens; ++i) {
     const SimulatedSequence& sequence = running_[i];
-    if (sequence.decodes()) continue;
+    if (chunk_[i] > 0) continue;
     const std::int64_t left = std::min(sequence.known, sequence.end) - sequence.computed;
     work_.push_back({left, sequence.computed});
     work_of_.push_back(i);

@@ -35,8 +35,11 @@ VirtualRequest AlphaOf(const SearchRequest& request, std::int64_t split_token,
 VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
                       std::int64_t end_token, double ready_ms) {
   const std::int64_t prefill = std::max<std::int64_t>(0, request.prompt_tokens - split_token);
-  return {0, split_token, prefill, end_token - std::max(split_token, request.prompt_tokens),
-          ready_ms};
+  return {.context_tokens = split_token,
+          .prefill_tokens = prefill,
+          .decode_tokens = end_token - std::max(split_token, request.prompt_tokens),
+          .ready_ms = ready_ms,
+          .is_beta = true};
 }
 
 // How much later, per step, the decodes of an instance are for one more.  Where the fleet's are
@@ -135,6 +138,13 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     sketch.seat_ms = predictor.AdmittedMs(now_ms, request.prompt_tokens) - now_ms;
     sketch.begins_ms =
         std::max(sketch.queue_ms + ahead_steps * sketch.full_step_ms, sketch.seat_ms);
+    const ExecutionPredictor::Overtaken before = predictor.BeforeBeta(now_ms);
+    const double before_steps =
+        std::ceil(static_cast<double>(before.prefill_tokens) / sketch.full_step_tokens);
+    sketch.beta_seat_ms = predictor.AdmittedMs(now_ms, request.prompt_tokens, true) - now_ms;
+    sketch.beta_begins_ms =
+        std::max(before.step_ms - now_ms + before_steps * sketch.full_step_ms, sketch.beta_seat_ms);
+    sketch.overtaken = static_cast<double>(before.requests);
     sketch.cached_tokens = std::min(instance.cached_tokens, request.prompt_tokens - 1);
     sketch.priced = Priced(sketch, request, options);
     sketches_.push_back(sketch);
@@ -190,9 +200,10 @@ double SplitSearch::GuessCut(const Sketch& alpha, const Sketch& beta, std::int64
                options.kv_token_ms * split);
   const double ready_ms = alpha.begins_ms + moved_ms + options.hand_off_ms;
   // A beta waits for the step that runs when it becomes ready: half a step on average.
-  const double start_ms = std::max(beta.begins_ms, ready_ms + 0.5 * beta.decode_step_ms);
-  return PriceCut({alpha.begins_ms, alpha_ms, beta.queue_ms, beta_ms, start_ms + beta_ms}, beta,
-                  request, options);
+  const std::int64_t rest = request.prompt_tokens - split_token;
+  const double start_ms = std::max(beta.BetaBeginsMs(rest), ready_ms + 0.5 * beta.decode_step_ms);
+  const double work_ms = beta.BetaWorkMs(rest, beta_ms);
+  return PriceCut({alpha.begins_ms, alpha_ms, work_ms, start_ms + beta_ms}, beta, request, options);
 }
 
 double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
@@ -201,7 +212,7 @@ double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
   outcome.ttft_ms = times.ttft_ms;
   outcome.others_wait_ms =
       OthersWaitMs(times.alpha_queue_ms, times.alpha_ms, options.arrivals_per_ms) +
-      OthersWaitMs(times.beta_queue_ms, times.beta_ms, options.arrivals_per_ms);
+      beta.OthersWaitMs(times.beta_work_ms, options.arrivals_per_ms);
   outcome.hand_off_ms = options.hand_off_price_ms + options.hand_off_price_share * outcome.ttft_ms;
   return ObjectiveMs(outcome, request.slo);
 }
@@ -279,12 +290,13 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, const Sk
     choice.outcome.gap_ms = std::max(choice.outcome.gap_ms,
                                      continued.start_ms + decoding.RunningMs() - computed.end_ms);
   }
+  const double beta_ms = decoding.BetaWorkMs(request.prompt_tokens - split_token,
+                                             continued.prefill_end_ms - continued.start_ms);
   choice.outcome.others_wait_ms =
       OthersWaitMs(computed.start_ms - now_ms,
                    std::min(computed.prefill_end_ms, computed.end_ms) - computed.start_ms,
                    options.arrivals_per_ms) +
-      OthersWaitMs(decoding.queue_ms, continued.prefill_end_ms - continued.start_ms,
-                   options.arrivals_per_ms);
+      decoding.OthersWaitMs(beta_ms, options.arrivals_per_ms);
   choice.objective_ms = ObjectiveMs(choice.outcome, request.slo);
   choice.whole_objective_ms = kNever;
   return choice;
@@ -436,7 +448,7 @@ struct SplitSearch::Prefilling {
 struct SplitSearch::PairChart {
   Prefilling alpha, beta;
   double hand_off_ms, kv_token_ms;
-  double least_start_ms;  // of a beta: after its queue, and with a seat
+  double now_ms;
 
   double BeatMs() const { return beta.sketch.decode_step_ms; }
   double ReadyMs(std::int64_t split) const {
@@ -447,7 +459,8 @@ struct SplitSearch::PairChart {
   }
   // A beta that waits for no queue starts as the step ends that runs when it is ready: these follow
   // each other from one that is known.
-  double StartMs(double ready_ms) const {
+  double StartMs(double ready_ms, std::int64_t rest_tokens) const {
+    const double least_start_ms = now_ms + beta.sketch.BetaBeginsMs(rest_tokens);
     if (ready_ms <= least_start_ms || BeatMs() <= 0.0) return std::max(ready_ms, least_start_ms);
     const double beats = std::ceil((ready_ms - beta.start_ms) / BeatMs() - kBeatTolerance);
     return std::max(beta.start_ms + beats * BeatMs(), least_start_ms);
@@ -469,7 +482,7 @@ void SplitSearch::Chart(std::span<const SearchInstance> instances, Sketch& alpha
                   {beta, {}, split_token, 0.0},
                   options.hand_off_ms,
                   options.kv_token_ms,
-                  0.0};
+                  now_ms};
   const double ready_ms = chart.ReadyMs(split_token);
   VirtualRequest rest = BetaOf(request, split_token, request.prompt_tokens + 1, ready_ms);
   rest.prefill_tokens = request.prompt_tokens - options.least_part_tokens;  // as long as any may be
@@ -477,17 +490,20 @@ void SplitSearch::Chart(std::span<const SearchInstance> instances, Sketch& alpha
       instances[beta.index].predictor->PredictPrefill(rest, now_ms, beta_steps_).start_ms;
   if (beta_steps_.empty()) return;
   chart.beta.steps = beta_steps_;
-  const double waited_ms = chart.beta.start_ms - std::max(ready_ms, now_ms + beta.begins_ms);
-  if (waited_ms > kWaitsForASeat * chart.BeatMs()) beta.begins_ms = chart.beta.start_ms - now_ms;
-  chart.least_start_ms = now_ms + beta.begins_ms;
+  const double waited_ms = chart.beta.start_ms - std::max(ready_ms, now_ms + beta.beta_begins_ms);
+  if (waited_ms > kWaitsForASeat * chart.BeatMs()) {
+    beta.beta_begins_ms = chart.beta.start_ms - now_ms;
+  }
 
   const auto draft = [&](std::int64_t token) {
     const std::int64_t split = std::clamp(token, options.least_part_tokens, most);
-    const double start_ms = chart.StartMs(chart.ReadyMs(split));
+    const std::int64_t rest_tokens = request.prompt_tokens - split;
+    const double start_ms = chart.StartMs(chart.ReadyMs(split), rest_tokens);
     const double beta_ms = chart.beta.TookMs(split_token + request.prompt_tokens - split);
-    const double objective_ms = PriceCut({alpha.begins_ms, chart.alpha.TookMs(split), beta.queue_ms,
-                                          beta_ms, start_ms + beta_ms - now_ms},
-                                         beta, request, options);
+    const double work_ms = beta.BetaWorkMs(rest_tokens, beta_ms);
+    const double objective_ms =
+        PriceCut({alpha.begins_ms, chart.alpha.TookMs(split), work_ms, start_ms + beta_ms - now_ms},
+                 beta, request, options);
     drafts_.push_back({objective_ms, &alpha, &beta, split, false});
   };
   draft(split_token);
@@ -552,11 +568,11 @@ std::array<std::int64_t, 5> SplitSearch::CutsWorthTrying(const Sketch& alpha, co
                                                          const SearchOptions& options) const {
   const auto prompt = static_cast<double>(request.prompt_tokens);
   // Where both queues of prefill end together.
-  const double levelled = (beta.begins_ms - alpha.begins_ms + prompt * beta.TokenMs()) /
+  const double levelled = (beta.beta_begins_ms - alpha.begins_ms + prompt * beta.TokenMs()) /
                           (alpha.TokenMs() + beta.TokenMs());
   // Where alpha is done just as beta's queue is.
   const double seamless =
-      (beta.begins_ms - alpha.begins_ms - options.hand_off_ms) / alpha.TokenMs();
+      (beta.beta_begins_ms - alpha.begins_ms - options.hand_off_ms) / alpha.TokenMs();
   // Where beta takes one cheap step, or one full one.
   const auto at = [](double tokens) {
     return static_cast<std::int64_t>(std::clamp(tokens, 0.0, 1e15));

@@ -47,10 +47,14 @@ TEST(PredictionsAllocateNothingOnceWarm) {
   options.lost_share = 0.2;
   options.prefill_pressure = 1.0;
   SearchRequest request{3000, 200, 300, true, {}};
-  for (int warm = 0; warm < 3; ++warm) search.Find(instances, request, options, 1.0);
+  const auto prompt = [](int number) { return 500 + 200 * number; };
+  for (int warm = 0; warm < 10; ++warm) {
+    request.prompt_tokens = prompt(warm);
+    search.Find(instances, request, options, 1.0);
+  }
   const std::size_t before = allocations;
   for (int again = 0; again < 10; ++again) {
-    request.prompt_tokens = 500 + 200 * again;
+    request.prompt_tokens = prompt(again);
     CHECK(search.Find(instances, request, options, 1.0 + again).objective_ms > 0.0);
   }
   CHECK(allocations == before);

@@ -2,15 +2,18 @@
 // section 4.1), and what becomes of a micro-request that joins them.
 //
 // One virtual step, at time t:
-//   1. Waiting requests are looked at in admission order.  One that is not ready by t is passed
-//      over.  One that finds prefill enough before it to fill a step, no seat, no KV memory, or no
-//      room for its decode (batch_rule.h, LeavesRoomForDecode) stays, and so does everything behind
-//      it; where nothing runs, it is admitted all the same.
+//   1. Waiting requests are looked at in admission order: as in the engine
+//   (vllm_plugin/resuming.py)
+//      betas first, and of these the ones that decode.  One that is not ready by t is passed over.
+//      One that finds prefill enough before it to fill a step (a decode needs none), no seat, no KV
+//      memory, or no room for its decode (batch_rule.h, LeavesRoomForDecode) stays, and so does
+//      everything behind it; where nothing runs, it is admitted all the same.
 //   2. Every running decode advances by one token.  Prefills, running ones first, share the budget
 //      that ChooseBudget() gives; without decodes a step has no latency limit.  A waiting request
 //      that gets a token runs from now on.
 //   3. Time advances by the table's latency of that step, times the instance's cost scale.
-// A request that has computed its prefill decodes from the next step on.
+// A request that has computed its prefill decodes from the next step on; a beta whose prefill is a
+// single token decodes from the first one on.
 //
 // Steps without prefill are not walked one by one: while nothing ends and nothing becomes ready,
 // their latencies are sums of arithmetic series, exact but for rounding.  The timeline is kept up
@@ -42,7 +45,10 @@ struct VirtualRequest {
   std::int64_t prefill_tokens = 0;
   std::int64_t decode_tokens = 0;
   double ready_ms = 0.0;  // not admitted before: its arrival, or that of its KV
+  bool is_beta = false;   // begun elsewhere
 
+  // It needs no prefill here but for the token that it samples from.
+  bool resumes() const { return prefill_tokens == 0 || (is_beta && prefill_tokens == 1); }
   std::int64_t end_token() const { return context_tokens + prefill_tokens + decode_tokens; }
   bool operator==(const VirtualRequest&) const = default;
 };
@@ -64,7 +70,7 @@ void Validate(const InstanceLimits& limits);
 
 // Which waiting request is looked at first; among equals, the one that was added first.
 enum class AdmissionOrder {
-  kArrival,          // first come, first served
+  kArrival,          // betas that decode, other betas, and then first come, first served
   kShortestPrefill,  // least prefill left
 };
 
@@ -151,7 +157,15 @@ class ExecutionPredictor {
   // When one that holds so many tokens of KV would be admitted: not before a decode ends where it
   // finds no seat, no memory, or its own decode no room in a step.  Nobody but the next one to end
   // is looked at.
-  double AdmittedMs(double now_ms, std::int64_t context_tokens);
+  double AdmittedMs(double now_ms, std::int64_t context_tokens, bool is_beta = false);
+
+  // What a beta that came now would find.
+  struct Overtaken {
+    double step_ms = 0.0;             // when the next step begins
+    std::int64_t prefill_tokens = 0;  // that come before its own
+    std::int64_t requests = 0;        // that wait, and that it overtakes
+  };
+  Overtaken BeforeBeta(double now_ms);
 
   // When the prefills before a newcomer are done: decodes that run, their context, and the KV of
   // all that runs.
@@ -205,7 +219,8 @@ class ExecutionPredictor {
     double now_ms = 0.0;
     std::int64_t step = 0;
     std::int64_t decode_context = 0;
-    std::vector<Decode> decodes;  // a heap, the next to end on top
+    std::vector<Decode> decodes;    // a heap, the next to end on top
+    bool has_first_tokens = false;  // some of them are betas that sample their first one now
     std::vector<Prefill> prefills;
     std::vector<VirtualRequest> waiting;
   };
@@ -234,6 +249,9 @@ class ExecutionPredictor {
 
   void Check(const VirtualRequest& request) const;
   void Enqueue(State& state, const VirtualRequest& request) const;
+  // Where a newcomer's prediction begins: before that it changes nothing.
+  const State& StateBefore(const VirtualRequest& newcomer, double now_ms);
+  void TellFirstTokens(State& state);
   static void BeginDecode(State& state, const VirtualRequest& request, double start_ms,
                           double prefill_end_ms);
   std::optional<Forecast> ChangeIn(State& state, const VirtualRequest& changed) const;

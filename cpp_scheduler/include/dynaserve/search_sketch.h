@@ -20,14 +20,18 @@ inline double WorthProbingMs(double best_ms) {
 struct SplitSearch::Sketch {
   std::size_t index = 0;
   bool keeps_free = false;
-  double queue_ms = 0.0;       // until the prefills are done that are there
-  double begins_ms = 0.0;      // until a newcomer would begin, as far as is known
+  double queue_ms = 0.0;   // until the prefills are done that are there
+  double begins_ms = 0.0;  // until a newcomer would begin, as far as is known,
+  double beta_begins_ms =
+      0.0;                 // and one that has begun elsewhere, which comes before those that wait
+  double overtaken = 0.0;  // of which there are so many
   double full_step_ms = 0.0;   // a step with as much prefill as pays
   double empty_step_ms = 0.0;  // one with a single token of it
   double full_step_tokens = 1.0;
   double decode_step_ms = 0.0;   // of decodes alone, with one more
   double decodes_late_ms = 0.0;  // per step, with one more
-  double seat_ms = 0.0;          // until one more decode gets a seat, as far as is known
+  double seat_ms = 0.0;          // until one more decode gets a seat, as far as is known,
+  double beta_seat_ms = 0.0;     // and one that comes before those that wait
   double limit_ms = 0.0;         // of a step with decodes; 0: none
   double room_tokens = 0.0;      // of KV, at the likely ends of all its requests
   std::int64_t cached_tokens = 0;
@@ -57,6 +61,19 @@ struct SplitSearch::Sketch {
   // Within two steps, one that runs and one of its own, a decode that comes has a token.  Where
   // prompts wait, both are full.
   double TwoStepsMs() const { return 2.0 * RunningMs(); }
+  // When a beta with so much of the prompt left would begin.
+  double BetaBeginsMs(std::int64_t rest_tokens) const {
+    return rest_tokens <= 1 ? beta_seat_ms : beta_begins_ms;
+  }
+  // Of a beta with so much of the prompt left, `took_ms` of it: one that resumes shares a step that
+  // the decodes take anyway.
+  double BetaWorkMs(std::int64_t rest_tokens, double took_ms) const {
+    return rest_tokens <= 1 ? std::min(took_ms, TokenMs()) : took_ms;
+  }
+  // What a beta of so much work makes others wait: those that come, and those it overtakes.
+  double OthersWaitMs(double work_ms, double arrivals_per_ms) const {
+    return dynaserve::OthersWaitMs(queue_ms, work_ms, arrivals_per_ms) + overtaken * work_ms;
+  }
   double TokenMs() const { return full_step_ms / full_step_tokens; }
   double PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
                       std::int64_t context_tokens) const;

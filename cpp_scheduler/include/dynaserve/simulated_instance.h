@@ -55,6 +55,7 @@ struct SimulatedSequence {
 
   std::int64_t missing() const { return known - computed; }
   bool decodes() const { return known > prompt && missing() == 1; }
+  bool resumes() const { return is_beta && missing() == 1; }
   bool becomes_decode() const { return end > prompt; }
 };
 
@@ -82,7 +83,7 @@ class SimulatedInstance {
   SimulatedInstance(const ProfileTable& table, const EngineOptions& options);
 
   // Puts a sequence at the end of the queue, a beta before those that have not begun, and one that
-  // decodes before all others.  Throws std::invalid_argument if it can never fit.
+  // resumes before all others.  Throws std::invalid_argument if it can never fit.
   void Add(const SimulatedSequence& sequence);
 
   // A sequence that is here, and is no beta, ends at `end` instead, or with its next token where it
@@ -122,6 +123,8 @@ class SimulatedInstance {
  private:
   std::int64_t FreeKv() const { return options_.kv_tokens - kv_used_ - step_tokens_; }
   void GatherDecodes(double now_ms);
+  bool CanResume(const SimulatedSequence& sequence) const;
+  void Resume();
   void GatherPrefills();
   std::int64_t Budget();
   double LimitMs() const;

@@ -137,7 +137,7 @@ class SplitSearch {
     std::int64_t split_token = 0;
   };
   struct CutTimes {
-    double alpha_queue_ms, alpha_ms, beta_queue_ms, beta_ms, ttft_ms;
+    double alpha_queue_ms, alpha_ms, beta_work_ms, ttft_ms;
   };
   struct Ranked {
     double queue_ms;
