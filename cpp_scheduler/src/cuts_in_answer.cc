@@ -1,6 +1,7 @@
 // Cuts at the prompt's end and inside the answer: alpha answers until decodes find room where they
 // are gathered, instead of waiting for it with the first token.  The hand-off shows between two
-// tokens.
+// tokens.  And the one before the prompt's last token, where beta samples the first one, beside
+// whatever prompt.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -62,11 +63,15 @@ double SplitSearch::GuessInAnswer(const Sketch& alpha, const Sketch& beta, std::
   return ObjectiveMs(outcome, request.slo);
 }
 
-// At the prompt's end, a token later, during which the KV of the prompt arrives, and when beta gets
-// a seat.
+// Before the prompt's last token, at its end, a token later, during which the KV of the prompt
+// arrives, and when beta gets a seat.
 void SplitSearch::DraftInAnswer(Sketch& alpha, Sketch& beta, const SearchRequest& request,
                                 const SearchOptions& options) {
   const std::int64_t prompt = request.prompt_tokens;
+  if (prompt > 1) {
+    const double guess_ms = GuessCut(alpha, beta, prompt - 1, request, options);
+    drafts_.push_back({guess_ms, &alpha, &beta, prompt - 1, false});
+  }
   const auto draft = [&](std::int64_t split) {
     if (split > prompt + request.expected_output_tokens - 2) return;  // nothing is left for beta
     const double guess_ms = GuessInAnswer(alpha, beta, split, request, options);
@@ -115,6 +120,10 @@ void SplitSearch::TryInAnswer(std::span<const SearchInstance> instances,
     if (tried.objective_ms < best.objective_ms) best = tried;
     // What is known now of both, for other cuts.
     alpha.begins_ms = tried.alpha_start_ms - now_ms;
+    if (tried.split_token < request.prompt_tokens) {
+      beta.beta_seat_ms = std::min(beta.beta_seat_ms, tried.beta_start_ms - now_ms);
+      continue;
+    }
     alpha.prompt_late_ms =
         tried.outcome.ttft_ms - alpha.begins_ms - alpha.PromptMs(request.prompt_tokens);
     const double start_ms = tried.beta_start_ms - now_ms;

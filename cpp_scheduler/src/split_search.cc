@@ -356,7 +356,7 @@ void SplitSearch::Refine(std::span<const SearchInstance> instances, const Search
     Draft* next = nullptr;
     double next_ms = WorthProbingMs(best.objective_ms);
     for (Draft& draft : drafts_) {
-      if (draft.objective_ms < next_ms && !draft.is_probed) {
+      if (draft.objective_ms < next_ms && !draft.is_probed && !WasTried(draft)) {
         next = &draft;
         next_ms = draft.objective_ms;
       }
