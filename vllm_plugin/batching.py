@@ -161,6 +161,7 @@ class SloScheduler(ResumingFirst):
         batch = self._running_batch(now_s)
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
+        batch.arrived.sort(key=lambda request: not self.is_decode(request))  # as they will stand (`resuming`)
         work = self._work_of(batch.prefills)
         waiting, their_work = self._look_at_waiting(batch.arrived, self._most_scheduled_tokens - sum(each.tokens for each in work))
         admitted = self._admissible(batch, waiting)
@@ -215,7 +216,8 @@ class SloScheduler(ResumingFirst):
                 if due_s < batch.arriving_due_s:
                     batch.arriving_due_s, batch.arriving_tokens = due_s, request.num_tokens
             return
-        if not self.is_decode(request):
+        # Whoever has no token yet waits for room as prompts do.
+        if not self.is_decode(request) or not request.num_output_tokens:
             batch.arrived.append(request)
             return
         batch.decodes += 1

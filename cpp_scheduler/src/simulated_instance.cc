@@ -99,8 +99,11 @@ void SimulatedInstance::GatherDecodes(double now_ms) {
 }
 
 bool SimulatedInstance::CanResume(const SimulatedSequence& sequence) const {
-  return running_.size() < static_cast<std::size_t>(options_.max_running) &&
-         FreeKv() > sequence.computed;
+  if (running_.size() >= static_cast<std::size_t>(options_.max_running)) return false;
+  if (FreeKv() <= sequence.computed) return false;
+  // Nobody waits yet for the next token of one that has none: it waits for room as prompts do.
+  return sequence.decodes() || options_.batching != Batching::kSlo || shape_.decodes == 0 ||
+         LeavesRoomForDecode(*table_, shape_, sequence.known, options_.slo_ms * margin_);
 }
 
 // Beside whatever prompt: it needs nothing but the token that it samples from.
