@@ -132,20 +132,25 @@ class SteppingInstance:
             if request.ready_ms > self.now_ms:
                 continue
             ahead = [*self.running, *found]
-            full = sum(r.prefill for r in ahead) >= self.limits.max_step_tokens
+            prefill = sum(r.prefill for r in self.running) + sum(r.prefill for r in found if not r.resumes)
+            full = prefill >= self.limits.max_step_tokens
             if self.order is AdmissionOrder.arrival and request.is_beta and request.resumes:
                 full = False
-            if ahead and (full or not self._fits(request, ahead)):
+            if ahead and (full or not self._fits(request, found)):
                 break
             found.append(request)
         return found
 
-    def _fits(self, request: Walked, ahead: list[Walked]) -> bool:
-        decoding = [r for r in ahead if r.decode > 0]
-        shape = BatchShape(decodes=len(decoding), decode_context_tokens=sum(r.whole_context for r in decoding))
+    def _fits(self, request: Walked, found: list[Walked]) -> bool:
+        """Beside what runs, and what is found to begin with it. The token that one samples from is computed with the step."""
+        ahead = [(r.whole_context, r.decode > 0) for r in self.running]
+        ahead += [(r.context if r.resumes else r.whole_context, r.decode > 0 or r.resumes) for r in found]
+        own = request.context if request.resumes else request.whole_context
+        decoding = [held for held, decodes in ahead if decodes]
+        shape = BatchShape(decodes=len(decoding), decode_context_tokens=sum(decoding))
         limit_ms = self.limits.step_ms / self.cost_scale
         return (
             len(ahead) < self.limits.max_requests
-            and sum(r.whole_context for r in ahead) + request.whole_context <= self.limits.kv_tokens
-            and (request.decode == 0 or not decoding or leaves_room_for_decode(self.table, shape, request.whole_context, limit_ms))
+            and sum(held for held, _ in ahead) + own <= self.limits.kv_tokens
+            and (request.decode == 0 or not decoding or leaves_room_for_decode(self.table, shape, own, limit_ms))
         )

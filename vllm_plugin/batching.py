@@ -167,7 +167,11 @@ class SloScheduler(ResumingFirst):
         admitted = self._admissible(batch, waiting)
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
-        plan = self.accounts.planner.plan(batch.running(self.accounts.planner), [*work, *filter(None, their_work[:admitted])], now_s)
+        resuming = [request for request in batch.arrived[:admitted] if self.is_decode(request)]
+        batch.decodes += len(resuming)
+        batch.context_tokens += sum(request.num_computed_tokens for request in resuming)
+        begun = [*work, *filter(None, their_work[len(resuming) : admitted])]
+        plan = self.accounts.planner.plan(batch.running(self.accounts.planner), begun, now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         self._held_back = {request.request_id for request in batch.arrived[admitted:]}
@@ -177,9 +181,12 @@ class SloScheduler(ResumingFirst):
         self.max_num_active_reqs = min(most, room) if begins < len(self.waiting) else most
         return plan
 
+    def may_begin(self, request: Request) -> bool:
+        return request.request_id not in self._held_back
+
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether vLLM may run a request that waits. One that has resumed, and released its alpha, may still have to wait as prompts do."""
-        if request.request_id in self._held_back and not self._is_blocked_waiting_status(request.status):
+        if not self.may_begin(request) and not self._is_blocked_waiting_status(request.status):
             return False
         return bool(super()._handle_blocked_waiting_request(request))
 
@@ -255,7 +262,7 @@ class SloScheduler(ResumingFirst):
             waiting.append(request)
             works.append(PrefillWork(own, request.num_computed_tokens + cached) if own > 0 else None)
             room_tokens -= own
-            if room_tokens <= 0:
+            if room_tokens <= 0 and not self.is_decode(request):
                 break
         return waiting, works
 

@@ -51,7 +51,7 @@ class ResumingFirst(Scheduler):
         """Of those that wait with KV, decodes: a prompt that comes before them would take all that is left of the step, and so would the
         next one. Not where priorities say who comes first. Returns how many decodes are ready."""
         queue = self.kv_holding_waiting
-        ready = [request for request in queue if self.has_arrived(request) and self.is_decode(request)]
+        ready = [request for request in queue if self.has_arrived(request) and self.is_decode(request) and self.may_begin(request)]
         if ready and len(ready) < len(queue):
             queue.remove_requests(ready)
             queue.prepend_requests(reversed(ready))  # which vLLM puts in front one after the other
@@ -82,6 +82,10 @@ class ResumingFirst(Scheduler):
 
     def becomes_decode(self, request: Request) -> bool:
         """Whether it samples here, once its prompt is computed."""
+        return True
+
+    def may_begin(self, request: Request) -> bool:
+        """In the step that is being scheduled."""
         return True
 
     def has_arrived(self, request: Request) -> bool:

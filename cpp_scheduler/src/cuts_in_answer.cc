@@ -120,14 +120,12 @@ void SplitSearch::TryInAnswer(std::span<const SearchInstance> instances,
     if (tried.objective_ms < best.objective_ms) best = tried;
     // What is known now of both, for other cuts.
     alpha.begins_ms = tried.alpha_start_ms - now_ms;
-    if (tried.split_token < request.prompt_tokens) {
-      beta.beta_seat_ms = std::min(beta.beta_seat_ms, tried.beta_start_ms - now_ms);
-      continue;
+    if (tried.split_token >= request.prompt_tokens) {
+      alpha.prompt_late_ms =
+          tried.outcome.ttft_ms - alpha.begins_ms - alpha.PromptMs(request.prompt_tokens);
     }
-    alpha.prompt_late_ms =
-        tried.outcome.ttft_ms - alpha.begins_ms - alpha.PromptMs(request.prompt_tokens);
     const double start_ms = tried.beta_start_ms - now_ms;
-    const bool is_late = tried.outcome.gap_ms > options.hand_off_ms + beta.TwoStepsMs();
+    const bool is_late = tried.beta_start_ms > tried.hand_off_ms + beta.RunningMs();
     beta.beta_seat_ms = is_late ? start_ms : std::min(beta.beta_seat_ms, start_ms);
   }
 }

@@ -152,7 +152,6 @@ void ExecutionPredictor::Replace(std::span<const VirtualRequest> running,
   for (const VirtualRequest& request : running) Check(request);
   for (const VirtualRequest& request : waiting) Check(request);
   base_.now_ms = between_steps ? now_ms : std::max(base_.now_ms, now_ms);
-  base_.has_first_tokens = false;
   base_.decode_context = 0;
   base_.decodes.clear();
   base_.prefills.clear();
@@ -240,6 +239,7 @@ std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std:
   }
   for (const VirtualRequest& request : base_.waiting) {
     if (request.key == before) return tokens;
+    if (request.is_beta && request.ready_ms > base_.now_ms) continue;
     tokens += request.prefill_tokens;
   }
   return tokens;
@@ -305,7 +305,7 @@ std::optional<Forecast> ExecutionPredictor::ChangeIn(State& state,
   if (place == state.waiting.end()) return std::nullopt;
   VirtualRequest waiting = changed;
   waiting.ready_ms = std::max(changed.ready_ms, state.now_ms);
-  if (order_ == AdmissionOrder::kArrival) {
+  if (order_ == AdmissionOrder::kArrival && waiting.resumes() == place->resumes()) {
     *place = waiting;
   } else {
     state.waiting.erase(place);
@@ -388,7 +388,9 @@ ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
       ++i;
       continue;
     }
-    const std::int64_t context = request.context_tokens + request.prefill_tokens;
+    // The token that one samples from is computed with the step, as that of any decode.
+    const std::int64_t context =
+        request.context_tokens + (request.resumes() ? 0 : request.prefill_tokens);
     const bool overtakes =
         order_ == AdmissionOrder::kArrival && request.is_beta && request.resumes();
     const bool fits =
@@ -402,7 +404,7 @@ ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
     }
     seats += 1;
     kv += context;
-    if (request.decode_tokens > 0) {
+    if (request.decode_tokens > 0 || request.resumes()) {
       decodes.decodes += 1;
       decodes.decode_context_tokens += context;
     }

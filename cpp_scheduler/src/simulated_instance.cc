@@ -40,9 +40,14 @@ void SimulatedInstance::Add(const SimulatedSequence& sequence) {
                                 " tokens never fits into " + std::to_string(options_.kv_tokens) +
                                 " tokens of KV cache");
   }
-  // As the engine does: decodes come first, then prompts that have begun elsewhere.
-  const auto goes_before = [&sequence](const SimulatedSequence& waiting) {
-    return sequence.is_beta && (!waiting.is_beta || (sequence.resumes() && !waiting.resumes()));
+  // As the engine does: decodes come first, then what is about to be one, then prompts that have
+  // begun elsewhere.
+  const auto rank = [](const SimulatedSequence& waiting) {
+    if (!waiting.is_beta) return 3;
+    return waiting.decodes() ? 0 : waiting.resumes() ? 1 : 2;
+  };
+  const auto goes_before = [&](const SimulatedSequence& waiting) {
+    return sequence.is_beta && rank(sequence) < rank(waiting);
   };
   waiting_.insert(std::ranges::find_if(waiting_, goes_before), sequence);
 }
@@ -102,8 +107,20 @@ bool SimulatedInstance::CanResume(const SimulatedSequence& sequence) const {
   if (running_.size() >= static_cast<std::size_t>(options_.max_running)) return false;
   if (FreeKv() <= sequence.computed) return false;
   // Nobody waits yet for the next token of one that has none: it waits for room as prompts do.
-  return sequence.decodes() || options_.batching != Batching::kSlo || shape_.decodes == 0 ||
-         LeavesRoomForDecode(*table_, shape_, sequence.known, options_.slo_ms * margin_);
+  const BatchShape decodes = DecodesLater();
+  return sequence.decodes() || options_.batching != Batching::kSlo || decodes.decodes == 0 ||
+         LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * margin_);
+}
+
+// Those there are once all prefill is done that runs: one that ends in its prompt becomes none.
+BatchShape SimulatedInstance::DecodesLater() const {
+  BatchShape decodes{0, 0.0, shape_.decodes, shape_.decode_context_tokens};
+  for (std::size_t i = 0; i < running_.size(); ++i) {
+    if (chunk_[i] > 0 || !running_[i].becomes_decode()) continue;
+    ++decodes.decodes;
+    decodes.decode_context_tokens += running_[i].known;
+  }
+  return decodes;
 }
 
 // Beside whatever prompt: it needs nothing but the token that it samples from.
@@ -136,13 +153,7 @@ void SimulatedInstance::GatherPrefills() {
   }
   if (preempted_ && !running_.empty()) return;
   std::int64_t free_kv = FreeKv();
-  // The decodes that there are once all prefill is done: one that ends in its prompt becomes none.
-  BatchShape decodes = shape_;
-  for (const std::size_t i : work_of_) {
-    if (!running_[i].becomes_decode()) continue;
-    ++decodes.decodes;
-    decodes.decode_context_tokens += running_[i].known;
-  }
+  BatchShape decodes = DecodesLater();
   std::size_t seats = static_cast<std::size_t>(options_.max_running) -
                       std::min(running_.size(), static_cast<std::size_t>(options_.max_running));
   for (const SimulatedSequence& sequence : waiting_) {

@@ -3,11 +3,11 @@
 //
 // One virtual step, at time t:
 //   1. Waiting requests are looked at in admission order: as in the engine
-//   (vllm_plugin/resuming.py)
-//      betas first, and of these the ones that decode.  One that is not ready by t is passed over.
-//      One that finds prefill enough before it to fill a step (a decode needs none), no seat, no KV
-//      memory, or no room for its decode (batch_rule.h, LeavesRoomForDecode) stays, and so does
-//      everything behind it; where nothing runs, it is admitted all the same.
+//      (vllm_plugin/resuming.py) betas first, and of these the ones that resume.  One that is not
+//      ready by t is passed over.  One that finds prefill enough before it to fill a step (a beta
+//      that resumes needs none), no seat, no KV memory, or no room for its decode (batch_rule.h,
+//      LeavesRoomForDecode) stays, and so does everything behind it; where nothing runs, it is
+//      admitted all the same.
 //   2. Every running decode advances by one token.  Prefills, running ones first, share the budget
 //      that ChooseBudget() gives; without decodes a step has no latency limit.  A waiting request
 //      that gets a token runs from now on.
@@ -70,7 +70,7 @@ void Validate(const InstanceLimits& limits);
 
 // Which waiting request is looked at first; among equals, the one that was added first.
 enum class AdmissionOrder {
-  kArrival,          // betas that decode, other betas, and then first come, first served
+  kArrival,          // betas that resume, other betas, and then first come, first served
   kShortestPrefill,  // least prefill left
 };
 
@@ -182,8 +182,8 @@ class ExecutionPredictor {
   // step's limits and the table's latencies, unscaled.
   PrefillBudget BudgetBeside(const Load& load, const PrefillWork& work);
 
-  // Prefill tokens that are admitted or wait, by the prediction for now; of these, those that come
-  // before the ones of the request `before`, if it is there.
+  // Prefill tokens that are admitted or wait, by the prediction for now, but for betas whose KV is
+  // not there; of these, those that come before the ones of the request `before`, if it is there.
   std::int64_t PrefillTokens(double now_ms, std::optional<std::uint64_t> before = std::nullopt);
 
   // Plays everything to its end, from `now_ms`; calls visit(key, forecast) as each request ends.

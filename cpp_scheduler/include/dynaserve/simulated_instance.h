@@ -125,6 +125,7 @@ class SimulatedInstance {
   void GatherDecodes(double now_ms);
   bool CanResume(const SimulatedSequence& sequence) const;
   void Resume();
+  BatchShape DecodesLater() const;
   void GatherPrefills();
   std::int64_t Budget();
   double LimitMs() const;
