@@ -20,13 +20,12 @@ inline double WorthProbingMs(double best_ms) {
 struct SplitSearch::Sketch {
   std::size_t index = 0;
   bool keeps_free = false;
-  double queue_ms = 0.0;   // until the prefills are done that are there
-  double begins_ms = 0.0;  // until a newcomer would begin, as far as is known,
-  double beta_begins_ms =
-      0.0;                 // and one that has begun elsewhere, which comes before those that wait
-  double overtaken = 0.0;  // of which there are so many
-  double full_step_ms = 0.0;   // a step with as much prefill as pays
-  double empty_step_ms = 0.0;  // one with a single token of it
+  double queue_ms = 0.0;        // until the prefills are done that are there
+  double begins_ms = 0.0;       // until a newcomer would begin, as far as is known,
+  double beta_begins_ms = 0.0;  // and one that has begun elsewhere: before those that wait,
+  double overtaken = 0.0;       // which are so many
+  double full_step_ms = 0.0;    // a step with as much prefill as pays
+  double empty_step_ms = 0.0;   // one with a single token of it
   double full_step_tokens = 1.0;
   double decode_step_ms = 0.0;   // of decodes alone, with one more
   double decodes_late_ms = 0.0;  // per step, with one more

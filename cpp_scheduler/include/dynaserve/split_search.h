@@ -45,7 +45,7 @@ struct SearchOptions {
   double hand_off_price_ms = 20.0;     // what a cut has to gain, and this share of its TTFT:
   double hand_off_price_share = 0.05;  // predictions err
   std::int64_t least_part_tokens = 16;
-  std::int64_t least_cut_prompt_tokens = 32;  // shorter prompts run whole
+  std::int64_t least_cut_prompt_tokens = 32;  // shorter: before the last one only
   double arrivals_per_ms = 0.0;               // per instance
   double lost_share = 0.0;                    // FleetPlan::lost_share
   double prefill_pressure = 0.0;     // share of its time that the fleet prefills, in [0, 1]
