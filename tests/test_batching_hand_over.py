@@ -231,10 +231,11 @@ def test_what_is_expected_of_a_request_that_is_over_is_nothing(tmp_path: Path) -
     assert engine.step()["prompt"] > 500
 
 
-def test_a_prompt_that_comes_with_kv_waits_for_room_for_its_decode_and_holds_nothing_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest", [20, 1])
+def test_a_prompt_that_comes_with_kv_waits_for_room_for_its_decode_and_holds_nothing_up(tmp_path: Path, rest: int) -> None:
     engine = full_instance(tmp_path)
-    announce(engine, "beta", PROMPT - 20)
-    assert engine.scheduler.continue_request("beta", PROMPT - 20, [], 0.0)
+    announce(engine, "beta", PROMPT - rest)
+    assert engine.scheduler.continue_request("beta", PROMPT - rest, [], 0.0)
     engine.arrived.add("beta")
     engine.step()
     for _ in range(10):
@@ -245,6 +246,39 @@ def test_a_prompt_that_comes_with_kv_waits_for_room_for_its_decode_and_holds_not
     for request in list(engine.scheduler.running)[:10]:
         engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     assert "beta" in engine.step(), "before those that wait without KV"
+
+
+def come_with_one_token_left(engine: Engine, *names: str) -> None:
+    for name in names:
+        announce(engine, name, PROMPT - 1)
+        assert engine.scheduler.continue_request(name, PROMPT - 1, [], 0.0)
+        engine.arrived.add(name)
+    engine.step()
+
+
+@pytest.mark.parametrize("others", [0, 5])
+def test_betas_that_wait_for_room_take_nothing_from_a_prompt_that_runs(tmp_path: Path, others: int) -> None:
+    engine = full_instance(tmp_path)
+    engine.add("alpha", 3000, 40, **{EXTRA_ARG: msgspec.to_builtins(Plan("alpha", 2900, "t", "torch"))})
+    while "alpha" not in engine.step():
+        pass
+    names = [f"beta-{number}" for number in range(others)]
+    come_with_one_token_left(engine, *names)
+    for _ in range(5):
+        scheduled = engine.step()
+        assert not scheduled.keys() & set(names)
+        assert scheduled["alpha"] == engine.scheduler.max_num_scheduled_tokens - (len(scheduled) - 1)
+
+
+def test_betas_with_one_token_left_have_it_at_once_beside_a_prompt_in_steps_of_decodes(tmp_path: Path) -> None:
+    engine = instance(tmp_path)
+    engine.add("prompt", 3000, 1)
+    assert engine.step()["prompt"] > 500
+    come_with_one_token_left(engine, "one", "two", "three")
+    scheduled = engine.step()
+    assert [scheduled[name] for name in ("one", "two", "three")] == [1, 1, 1]
+    assert scheduled["prompt"] > 0
+    assert engine.steps_ms[-1] < 100.0
 
 
 def test_an_instance_without_decodes_has_long_steps_while_a_prompt_is_about_to_come(tmp_path: Path) -> None:

@@ -168,8 +168,10 @@ class SloScheduler(ResumingFirst):
         if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
             admitted = 1  # whatever becomes of the decodes: it may not wait for ever
         resuming = [request for request in batch.arrived[:admitted] if self.is_decode(request)]
-        batch.decodes += len(resuming)
-        batch.context_tokens += sum(request.num_computed_tokens for request in resuming)
+        if resuming:
+            batch.decodes += len(resuming)
+            batch.context_tokens += sum(request.num_computed_tokens for request in resuming)
+            batch.due_s = min(batch.due_s, now_s + self._slo.tbt_s)  # as those that are not known yet (`_running_batch`)
         begun = [*work, *filter(None, their_work[len(resuming) : admitted])]
         plan = self.accounts.planner.plan(batch.running(self.accounts.planner), begun, now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens

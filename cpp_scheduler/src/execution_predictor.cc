@@ -67,13 +67,8 @@ ExecutionPredictor::ExecutionPredictor(const ProfileTable& table, const Instance
 
 Forecast ExecutionPredictor::Predict(const VirtualRequest& newcomer, double now_ms,
                                      Horizon horizon) {
-  Check(newcomer);
-  VirtualRequest request = newcomer;
-  request.key = kNewcomer;
-  request.ready_ms = std::max(request.ready_ms, now_ms);
-  scratch_ = StateBefore(request, now_ms);
-  Enqueue(scratch_, request);
-  return Run(scratch_, request.key, horizon, nullptr);
+  Join(newcomer, now_ms);
+  return Run(scratch_, kNewcomer, horizon, nullptr);
 }
 
 Forecast ExecutionPredictor::PredictPrefill(const VirtualRequest& newcomer, double now_ms,
@@ -88,13 +83,8 @@ Forecast ExecutionPredictor::PredictPrefill(const VirtualRequest& newcomer, doub
 }
 
 double ExecutionPredictor::PredictDrainMs(const VirtualRequest* newcomer, double now_ms) {
-  if (newcomer != nullptr) Check(*newcomer);
   if (newcomer != nullptr) {
-    VirtualRequest request = *newcomer;
-    request.key = kNewcomer;
-    request.ready_ms = std::max(request.ready_ms, now_ms);
-    scratch_ = StateBefore(request, now_ms);
-    Enqueue(scratch_, request);
+    Join(*newcomer, now_ms);
   } else {
     scratch_ = Tail(now_ms);
   }
@@ -197,18 +187,18 @@ ExecutionPredictor::Overtaken ExecutionPredictor::BeforeBeta(double now_ms) {
 
 double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens, bool is_beta) {
   if (is_beta) Advance(base_, now_ms);
-  const State& tail = is_beta ? base_ : Tail(now_ms);
-  const auto decodes = static_cast<std::int64_t>(tail.decodes.size());
-  if (decodes == 0) return tail.now_ms;
-  const BatchShape shape{0, 0.0, decodes, tail.decode_context};
+  const State& state = is_beta ? base_ : Tail(now_ms);
+  const auto decodes = static_cast<std::int64_t>(state.decodes.size());
+  if (decodes == 0) return state.now_ms;
+  const BatchShape shape{0, 0.0, decodes, state.decode_context};
   const bool fits =
-      decodes + static_cast<std::int64_t>(tail.prefills.size()) < limits_.max_requests &&
-      HeldKv(tail) + context_tokens <= limits_.kv_tokens &&
+      decodes + static_cast<std::int64_t>(state.prefills.size()) < limits_.max_requests &&
+      HeldKv(state) + context_tokens <= limits_.kv_tokens &&
       LeavesRoomForDecode(*table_, shape, context_tokens, limits_.step_ms / cost_scale_);
-  if (fits) return tail.now_ms;
-  const std::int64_t steps = tail.decodes.front().end_step - tail.step;
-  const BatchShape halfway{0, 0.0, decodes, tail.decode_context + decodes * (steps / 2)};
-  return tail.now_ms + static_cast<double>(steps) * cost_scale_ * table_->StepMs(halfway);
+  if (fits) return state.now_ms;
+  const std::int64_t steps = state.decodes.front().end_step - state.step;
+  const BatchShape halfway{0, 0.0, decodes, state.decode_context + decodes * (steps / 2)};
+  return state.now_ms + static_cast<double>(steps) * cost_scale_ * table_->StepMs(halfway);
 }
 
 ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms,
@@ -608,12 +598,17 @@ ExecutionPredictor::State& ExecutionPredictor::Tail(double now_ms) {
   return tail_;
 }
 
-const ExecutionPredictor::State& ExecutionPredictor::StateBefore(const VirtualRequest& newcomer,
-                                                                 double now_ms) {
-  const State& tail = Tail(now_ms);
-  if (!newcomer.is_beta || newcomer.ready_ms >= tail.now_ms) return tail;
-  Advance(base_, now_ms);
-  return base_;
+void ExecutionPredictor::Join(const VirtualRequest& newcomer, double now_ms) {
+  Check(newcomer);
+  VirtualRequest request = newcomer;
+  request.key = kNewcomer;
+  request.ready_ms = std::max(request.ready_ms, now_ms);
+  scratch_ = Tail(now_ms);
+  if (request.is_beta && request.ready_ms < scratch_.now_ms) {
+    Advance(base_, now_ms);
+    scratch_ = base_;
+  }
+  Enqueue(scratch_, request);
 }
 
 Forecast ExecutionPredictor::Run(State& state, std::uint64_t watched, Horizon horizon,

@@ -135,9 +135,8 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     sketch.row = row;
     const double ahead_steps =
         std::floor(static_cast<double>(load.prefill_tokens) / sketch.full_step_tokens);
-    sketch.seat_ms = predictor.AdmittedMs(now_ms, request.prompt_tokens) - now_ms;
-    sketch.begins_ms =
-        std::max(sketch.queue_ms + ahead_steps * sketch.full_step_ms, sketch.seat_ms);
+    const double seat_ms = predictor.AdmittedMs(now_ms, request.prompt_tokens) - now_ms;
+    sketch.begins_ms = std::max(sketch.queue_ms + ahead_steps * sketch.full_step_ms, seat_ms);
     const ExecutionPredictor::Overtaken before = predictor.BeforeBeta(now_ms);
     const double before_steps =
         std::ceil(static_cast<double>(before.prefill_tokens) / sketch.full_step_tokens);

@@ -249,8 +249,8 @@ class ExecutionPredictor {
 
   void Check(const VirtualRequest& request) const;
   void Enqueue(State& state, const VirtualRequest& request) const;
-  // Where a newcomer's prediction begins: before that it changes nothing.
-  const State& StateBefore(const VirtualRequest& newcomer, double now_ms);
+  // Makes scratch_ the first state that the newcomer changes, with it.
+  void Join(const VirtualRequest& newcomer, double now_ms);
   void TellFirstTokens(State& state);
   static void BeginDecode(State& state, const VirtualRequest& request, double start_ms,
                           double prefill_end_ms);

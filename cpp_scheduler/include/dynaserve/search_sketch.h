@@ -29,8 +29,7 @@ struct SplitSearch::Sketch {
   double full_step_tokens = 1.0;
   double decode_step_ms = 0.0;   // of decodes alone, with one more
   double decodes_late_ms = 0.0;  // per step, with one more
-  double seat_ms = 0.0;          // until one more decode gets a seat, as far as is known,
-  double beta_seat_ms = 0.0;     // and one that comes before those that wait
+  double beta_seat_ms = 0.0;     // until a beta that resumes gets a seat, as far as is known
   double limit_ms = 0.0;         // of a step with decodes; 0: none
   double room_tokens = 0.0;      // of KV, at the likely ends of all its requests
   std::int64_t cached_tokens = 0;
