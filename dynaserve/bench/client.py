@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import httpx
 
+from dynaserve.bench.priority import before_servers
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.stream import CompletionStream
 from dynaserve.machine import StolenTime
@@ -53,12 +54,13 @@ class Progress:
 @dataclass(frozen=True)
 class Recording:
     """started_unix_s: the zero of all times. loop_lags_ms: how late this process woke up, once for each 10 ms of the run.
-    stolen_share: of the time of the client's cores, what their host gave to others; None: not known."""
+    stolen_share: of the time of the client's cores, what their host gave to others; None: not known. niceness: of the client."""
 
     started_unix_s: float
     records: list[RequestRecord]
     loop_lags_ms: list[float] = field(repr=False)
     stolen_share: float | None
+    niceness: int
 
 
 def http_client(api_key: str | None) -> httpx.AsyncClient:
@@ -89,6 +91,18 @@ async def replay(
     timeout_s: for one request, from sending to its end. show: called each second. is_lost: from the first time that it is true nothing
     more is sent.
     """
+    with before_servers() as niceness:
+        return await _replay(http, plan, timeout_s, show, is_lost, niceness)
+
+
+async def _replay(
+    http: httpx.AsyncClient,
+    plan: Sequence[Planned],
+    timeout_s: float,
+    show: Callable[[Progress], None],
+    is_lost: IsLost,
+    niceness: int,
+) -> Recording:
     gc.collect()
     gc.freeze()  # A collection that walks all the prepared bodies would stop the clock's reader for milliseconds.
     started_unix_s, start_s = time.time() + _HEAD_START_S, time.perf_counter() + _HEAD_START_S
@@ -107,7 +121,7 @@ async def replay(
                 watcher.cancel()
     finally:
         gc.unfreeze()
-    return Recording(started_unix_s, records, loop_lags_ms, stolen.share())
+    return Recording(started_unix_s, records, loop_lags_ms, stolen.share(), niceness)
 
 
 async def send(

@@ -125,6 +125,7 @@ def write_raw(path: Path, run: Mapping[str, Any], recording: Recording, summary:
         "requests": [_raw(record) for record in recording.records],
         "loop_lags_ms": _rounded(recording.loop_lags_ms),
         "stolen_share": recording.stolen_share,
+        "client_niceness": recording.niceness,
     }
     path.write_bytes(msgspec.json.encode(content))
 
