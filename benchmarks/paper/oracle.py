@@ -34,19 +34,24 @@ def oracle(bench: Bench) -> Iterator[Row]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the simulator lets other threads run meanwhile
         for slo_ms in SLOS_MS:
             for workload, first in FIRST_PER_S.items():
-                setting = ("--tbt-slo-ms", slo_ms, "--batching", "slo")
-                rate = OVERLOAD * (bench.capacity(workload, first, *setting, "--policy", "dynamic") or first)
-                offered = ("--rate", f"{rate:g}", "--drawn", *setting)
-                runs = {
-                    policy: [pool.submit(bench.run, workload, *offered, "--policy", policy, "--seed", seed) for seed in SEEDS]
-                    for policy in ("dynamic", *ORACLES)
-                }
-                found = {policy: [sustained_tokens_per_s(run.result()) for run in seeds] for policy, seeds in runs.items()}
+                found = _overloaded(bench, pool, workload, first, slo_ms)
                 best = max(ORACLES, key=lambda policy: fmean(found[policy]))
                 ratio = fmean(found["dynamic"]) / fmean(found[best])
                 error = stdev(here / there for here, there in zip(found["dynamic"], found[best], strict=True)) / len(SEEDS) ** 0.5
                 verdict = "" if ratio >= 1 - WITHIN else ", MISSED"
                 yield Row(f"{workload} at {slo_ms} ms: dynamic / oracle, {best}, +- {error:.3f}{verdict}", ratio)
+
+
+def _overloaded(bench: Bench, pool: ThreadPoolExecutor, workload: str, first: float, slo_ms: str) -> dict[str, list[float]]:
+    """Tokens per second of `dynamic` and the oracles, of each seed."""
+    setting = ("--tbt-slo-ms", slo_ms, "--batching", "slo")
+    rate = OVERLOAD * (bench.capacity(workload, first, *setting, "--policy", "dynamic") or first)
+    offered = ("--rate", f"{rate:g}", "--drawn", *setting)
+    runs = {
+        policy: [pool.submit(bench.run, workload, *offered, "--policy", policy, "--seed", seed) for seed in SEEDS]
+        for policy in ("dynamic", *ORACLES)
+    }
+    return {policy: [sustained_tokens_per_s(run.result()) for run in seeds] for policy, seeds in runs.items()}
 
 
 def sustained_tokens_per_s(run: SimulatedRun) -> float:

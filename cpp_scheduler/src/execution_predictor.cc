@@ -603,11 +603,10 @@ void ExecutionPredictor::Join(const VirtualRequest& newcomer, double now_ms) {
   VirtualRequest request = newcomer;
   request.key = kNewcomer;
   request.ready_ms = std::max(request.ready_ms, now_ms);
-  scratch_ = Tail(now_ms);
-  if (request.is_beta && request.ready_ms < scratch_.now_ms) {
-    Advance(base_, now_ms);
-    scratch_ = base_;
-  }
+  const State& tail = Tail(now_ms);
+  const bool comes_before = request.is_beta && request.ready_ms < tail.now_ms;
+  if (comes_before) Advance(base_, now_ms);
+  scratch_ = comes_before ? base_ : tail;
   Enqueue(scratch_, request);
 }
 

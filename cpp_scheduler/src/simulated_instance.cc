@@ -107,8 +107,9 @@ bool SimulatedInstance::CanResume(const SimulatedSequence& sequence) const {
   if (running_.size() >= static_cast<std::size_t>(options_.max_running)) return false;
   if (FreeKv() <= sequence.computed) return false;
   // Nobody waits yet for the next token of one that has none: it waits for room as prompts do.
+  if (sequence.decodes() || options_.batching != Batching::kSlo) return true;
   const BatchShape decodes = DecodesLater();
-  return sequence.decodes() || options_.batching != Batching::kSlo || decodes.decodes == 0 ||
+  return decodes.decodes == 0 ||
          LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * margin_);
 }
 

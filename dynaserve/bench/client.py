@@ -6,7 +6,8 @@ import asyncio
 import gc
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -91,23 +92,9 @@ async def replay(
     timeout_s: for one request, from sending to its end. show: called each second. is_lost: from the first time that it is true nothing
     more is sent.
     """
-    with before_servers() as niceness:
-        return await _replay(http, plan, timeout_s, show, is_lost, niceness)
-
-
-async def _replay(
-    http: httpx.AsyncClient,
-    plan: Sequence[Planned],
-    timeout_s: float,
-    show: Callable[[Progress], None],
-    is_lost: IsLost,
-    niceness: int,
-) -> Recording:
-    gc.collect()
-    gc.freeze()  # A collection that walks all the prepared bodies would stop the clock's reader for milliseconds.
-    started_unix_s, start_s = time.time() + _HEAD_START_S, time.perf_counter() + _HEAD_START_S
-    progress, loop_lags_ms, stolen = Progress(len(plan)), list[float](), StolenTime()
-    try:
+    with _undisturbed() as niceness:
+        started_unix_s, start_s = time.time() + _HEAD_START_S, time.perf_counter() + _HEAD_START_S
+        progress, loop_lags_ms, stolen = Progress(len(plan)), list[float](), StolenTime()
         async with asyncio.TaskGroup() as group:
             watchers = [group.create_task(_watch_loop(start_s, loop_lags_ms)), group.create_task(_tell(start_s, progress, show))]
             sent = []
@@ -119,9 +106,19 @@ async def _replay(
             records = list(await asyncio.gather(*sent))
             for watcher in watchers:
                 watcher.cancel()
+    return Recording(started_unix_s, records, loop_lags_ms, stolen.share(), niceness)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[int]:
+    """By the collector and, as far as may be, by servers on the same cores. Yields the niceness."""
+    gc.collect()
+    gc.freeze()  # A collection that walks all the prepared bodies would stop the clock's reader for milliseconds.
+    try:
+        with before_servers() as niceness:
+            yield niceness
     finally:
         gc.unfreeze()
-    return Recording(started_unix_s, records, loop_lags_ms, stolen.share(), niceness)
 
 
 async def send(
