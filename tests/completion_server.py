@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import uvicorn
@@ -35,7 +35,7 @@ class Act:
     cut_after, error_after, stop_after: after that many tokens the connection is cut, an error event is sent, or the answer ends for
     the reason `finish`. gather: nothing is answered before that many requests have come. lose: prompt tokens that are not counted, of
     prompts over 2. strict: refuses fields of vLLM. health: status of /health. text: of a token. slots: requests that are answered at a
-    time, the others wait in a queue; 0: all.
+    time, the others wait in a queue; 0: all. pause_s: before the last token of the third prompt.
     """
 
     status: int = 200
@@ -52,6 +52,7 @@ class Act:
     health: int = 200
     text: str = "a"
     slots: int = 0
+    pause_s: float = 0.0
 
 
 @dataclass
@@ -97,6 +98,9 @@ class CompletionServer:
             if len(self.prompts) == act.gather:
                 self.gathered.set()
             await self.gathered.wait()
+        if act.pause_s and len(self.prompts) == 3:
+            return StreamingResponse(_events(body, act), media_type="text/event-stream")
+        act = replace(act, pause_s=0.0)
         if act.slots and not is_probe:
             self.slots = self.slots or asyncio.Semaphore(act.slots)
             return StreamingResponse(_in_turn(self.slots, body, act), media_type="text/event-stream")
@@ -121,6 +125,8 @@ async def _events(body: dict[str, Any], act: Act) -> AsyncIterator[str]:
             yield _data({"error": {"message": "engine gone"}})
             return
         tokens = min(act.per_event, wanted - made)
+        if made + tokens == wanted:
+            await asyncio.sleep(act.pause_s)
         made += tokens
         finish = None if made < wanted else act.finish if act.stop_after is not None else "length"
         choice = {"text": act.text * tokens, "finish_reason": finish} | (

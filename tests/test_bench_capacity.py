@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from dynaserve.bench import capacity
 from dynaserve.bench.capacity import Repetition, SearchOptions, following
-from dynaserve.bench.measures import Slo, summarize
+from dynaserve.bench.measures import Slo
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.search import highest_rate
-from dynaserve.bench.verdict import LostCause, growth, promising_share, why_not_sustained
+from dynaserve.bench.verdict import LostCause, growth, judged
 from tests.completion_server import Act, CompletionServer, running_server
 
 SLO = Slo(100.0)
@@ -104,7 +104,7 @@ def queue(load: float, seed: int, requests: int = 2000) -> list[RequestRecord]:
 
 
 def verdict(records: list[RequestRecord], slo: Slo = SLO) -> str | None:
-    return why_not_sustained(records, summarize(records, [], slo), slo)
+    return judged([records], slo).reason
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -115,14 +115,13 @@ def test_a_queue_that_grows_is_told_from_one_that_does_not(seed: int) -> None:
 
 @pytest.mark.parametrize("load", [1.15, 1.4, 2.0])
 def test_a_queue_tells_what_may_be_sustained(load: float) -> None:
-    records = queue(load, 1)
-    assert load * promising_share(records, summarize(records, [], SLO), SLO) == pytest.approx(1.0, abs=0.1)
+    assert load * judged([queue(load, 1)], SLO).promising_share == pytest.approx(1.0, abs=0.1)
 
 
 def test_only_far_less_may_be_sustained_where_tokens_are_late_by_far() -> None:
     for gap_s, share in ((0.25, 1.0), (0.35, 0.0)):
         slow = [record(index, index * 1.0, 0.3, gap_s=gap_s) for index in range(20)]
-        assert promising_share(slow, summarize(slow, [], SLO), SLO) == share
+        assert judged([slow], SLO).promising_share == share
 
 
 def test_a_queue_behind_the_first_token_is_seen() -> None:
@@ -136,6 +135,73 @@ def test_what_breaks_the_slo_is_named() -> None:
     assert verdict(slow, Slo(200.0)) is None
     assert verdict(slow, Slo(200.0, 250.0)) == "P99 TTFT 300.0 ms"
     assert verdict([*slow[:-1], record(20, 20.0, 0.3, failure=Failure("HTTP 500", ""))], Slo(200.0)) == "1 failed: HTTP 500"
+
+
+def noisy(slope: float, seed: int, requests: int = 100) -> list[RequestRecord]:
+    """Waits of 3 s or so that grow; the standard error of the slope is some 0.02."""
+    waits = 3 + np.random.default_rng(seed).normal(0, 2.3, requests)
+    return [record(index, 0.4 * index, float(max(0.0, wait)) + 0.4 * index * slope) for index, wait in enumerate(waits)]
+
+
+def test_a_verdict_is_open_where_the_error_of_a_growth_leaves_it_so() -> None:
+    growths = [
+        (seed, growth([one.sent_s for one in run], [one.ttft_ms or 0.0 for one in run]))
+        for seed in range(60)
+        for run in [noisy(0.05, seed)]
+    ]
+    verdicts = {seed: judged([noisy(0.05, seed)], SLO) for seed, _ in growths}
+    assert {verdict.is_open for verdict in verdicts.values()} == {True, False}
+    for seed, line in growths:
+        assert line is not None
+        assert verdicts[seed].is_open == (
+            line.slope + line.error > 0.05 and not (line.slope - line.error > 0.05 and line.slope > 2 * line.error)
+        )
+    assert not any(judged([noisy(slope, seed)], SLO).is_open for slope in (-0.1, 0.3) for seed in range(20))
+
+
+def test_two_runs_are_nearer_to_the_truth_than_one() -> None:
+    for slope, is_sustained in ((0.02, True), (0.09, False)):
+        wrong = {1: 0, 2: 0}
+        for seed in range(0, 200, 2):
+            runs = [noisy(slope, seed), noisy(slope, seed + 1)]
+            for count in wrong:
+                wrong[count] += (judged(runs[:count], SLO).reason is None) != is_sustained
+        assert wrong[2] < 0.8 * wrong[1]
+
+
+def test_runs_that_begin_at_other_heights_have_the_slope_of_each() -> None:
+    low, high = ([record(index, index * 1.0, wait) for index in range(50)] for wait in (0.1, 30.0))
+    assert judged([low, high], SLO).reason is None
+    assert judged([high, low], SLO).reason is None
+
+
+def bursts(late_by_block: list[int]) -> list[RequestRecord]:
+    """Ten blocks of 100 gaps, one after the other, so many of each late."""
+    times = [0.0]
+    for late in late_by_block:
+        times += [times[-1] + gap for gap in accumulate([0.2] * late + [0.02] * (100 - late))]
+    return [RequestRecord(0, "", 10, len(times), 0.0, 0.0, times[-1], times, "usage", 10, len(times), "length", 200, None)]
+
+
+def test_late_gaps_leave_a_verdict_open_by_how_they_come() -> None:
+    assert not judged([bursts([0] * 10)], SLO).is_open
+    assert judged([bursts([0] * 9 + [12])], SLO).is_open, "one burst is chance"
+    assert judged([bursts([0] * 9 + [8])], SLO).is_open
+    evenly = judged([bursts([3] * 10)], SLO)
+    assert evenly.reason is not None
+    assert not evenly.is_open
+    assert not judged([bursts([0] * 9 + [3])], SLO).is_open
+    both = judged([bursts([0] * 9 + [12]), bursts([0] * 9 + [2])], SLO)
+    assert both.reason is None
+
+
+def test_what_cannot_be_chance_leaves_nothing_open() -> None:
+    failed = [*noisy(0.05, 1), record(200, 20.0, 0.3, failure=Failure("HTTP 500", ""))]
+    assert any(judged([noisy(0.05, seed)], SLO).is_open for seed in [1, 2, 3])
+    assert not judged([failed], SLO).is_open
+    late = [record(index, one.sent_s, 1.0, gap_s=0.3) for index, one in enumerate(noisy(0.05, 1))]
+    assert not judged([late], SLO).is_open
+    assert not judged([noisy(0.05, seed) for seed in [1, 2]], Slo(100.0, 1.0)).is_open
 
 
 @given(gaps=st.integers(2, 700), late_share=st.floats(0.0, 0.03), seed=st.integers(0, 99))

@@ -210,9 +210,8 @@ class Measurement:
         )
 
     def _run(self, running: Running, rate_per_s: float, seed: int) -> Trial:
-        return trial.run(
-            replace(self.opts.replay, urls=running.urls), rate_per_s, seed, front_pids=running.front_pids, gives_up=self.opts.gives_up
-        )
+        opts = replace(self.opts.replay, urls=running.urls)
+        return trial.run(opts, rate_per_s, seed, front_pids=running.front_pids, gives_up=self.opts.gives_up, confirms=True)
 
 
 def in_order(chosen: Sequence[T], number: int) -> Sequence[T]:
@@ -232,5 +231,4 @@ def _print(comparison: Comparison) -> None:
 
 
 def _tell(name: str, run: Trial) -> None:
-    verdict = run.not_sustained or "passed"
-    print(f"{name}: seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {verdict}", file=sys.stderr, flush=True)
+    print(f"{name}: seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {capacity.verdict_of(run)}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from dynaserve.bench import replay
@@ -15,18 +16,21 @@ from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.processes import CpuTime
 from dynaserve.bench.prompts import Prompts
 from dynaserve.bench.records import RequestRecord
-from dynaserve.bench.verdict import LostCause, promising_share, why_not_sustained
+from dynaserve.bench.verdict import LostCause, judged
 from dynaserve.errors import ConfigError
 from workloads.trace import TraceRequest
 
 ATTEMPTS = 3
 FEWEST_AT_ONCE = 8
+_SECOND_SEED = 1 << 20
+"""More than the first one's: no repetition has it."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """not_sustained: why, or None. model: what the server calls it. front_cores: that the processes in front of the servers kept busy,
-    on average; None: they are not known. promising_per_s: of a rate that was not sustained, as `verdict.promising_share` tells."""
+    on average; None: they are not known. promising_per_s: of a rate that was not sustained, as `verdict.Verdict` tells. second: of the
+    run that has decided together with the first one, which all other figures are of; None: there was none."""
 
     rate_per_s: float
     seed: int
@@ -36,6 +40,7 @@ class Trial:
     records: Sequence[RequestRecord] = ()
     front_cores: float | None = None
     promising_per_s: float | None = None
+    second: Summary | None = None
 
 
 class NotTrusted(ConfigError):
@@ -50,27 +55,30 @@ def run(
     *,
     front_pids: Sequence[int] = (),
     gives_up: bool = False,
+    confirms: bool = False,
 ) -> Trial:
     """Replays at that rate. The same seed has the same requests in the same order, at any rate, of other tokens each time.
 
-    gives_up: nothing more is sent once P99 TBT is over its SLO whatever comes; whether the run was sustained is the same.
-    A run in which the client itself was late is repeated, up to ATTEMPTS in all; then NotTrusted is raised.
+    gives_up: nothing more is sent once P99 TBT is over its SLO whatever comes; whether the rate was sustained is the same.
+    confirms: where the errors of a run leave open whether its rate is sustained, one with other requests follows, and both together
+    decide. A run in which the client itself was late is repeated, up to ATTEMPTS in all; then NotTrusted is raised.
     """
-    opts = replace(opts, rate_per_s=rate_per_s, seed=seed)
-    requests = replay.plan_requests(opts)
-    for attempt in range(ATTEMPTS):
-        cpu = CpuTime(front_pids)
-        cause = LostCause(sum(request.output_tokens - 1 for request in requests), opts.slo)
-        servers, recording, summary = _measured(opts, requests, show, cause.is_lost if gives_up else lambda _: False)
-        front_cores = cpu.spent_s() / summary.duration_s if front_pids else None
-        problem = why_late(summary, opts.max_client_lag_ms)
-        if problem is None:
-            reason = why_not_sustained(recording.records, summary, opts.slo)
-            promising_per_s = None if reason is None else rate_per_s * promising_share(recording.records, summary, opts.slo)
-            return Trial(rate_per_s, seed, servers[0].model, summary, reason, recording.records, front_cores, promising_per_s)
-        if attempt + 1 == ATTEMPTS:
-            raise NotTrusted(f"{ATTEMPTS} times in a row at {rate_per_s:.3g} requests/s {problem}")
-    raise AssertionError
+    opts = replace(opts, rate_per_s=rate_per_s)
+    seeds = (seed, seed + _SECOND_SEED) if confirms else (seed,)
+    plans = [replay.plan_requests(replace(opts, seed=each)) for each in seeds]
+    gaps = sum(request.output_tokens - 1 for requests in plans for request in requests)
+    done: list[_Done] = []
+    for requests in plans:
+        late = sum(gap > opts.slo.tbt_ms for one in done for record in one.records for gap in record.gaps_ms)
+        done.append(_trusted(opts, requests, show, LostCause(gaps, opts.slo, late), front_pids, gives_up=gives_up))
+        verdict = judged([one.records for one in done], opts.slo)
+        if done[-1].is_lost or not verdict.is_open:
+            break
+    first, *others = done
+    promising_per_s = None if verdict.reason is None else rate_per_s * verdict.promising_share
+    second = others[0].summary if others else None
+    records = first.records
+    return Trial(rate_per_s, seed, first.model, first.summary, verdict.reason, records, first.front_cores, promising_per_s, second)
 
 
 def saturation(opts: ReplayOptions, seed: int) -> float:
@@ -85,6 +93,38 @@ def saturation(opts: ReplayOptions, seed: int) -> float:
     if not summary.finished:
         raise ConfigError(f"no request is answered when {len(requests)} are sent at once: {summary.failure_examples}")
     return summary.requests_per_s
+
+
+@dataclass(frozen=True)
+class _Done:
+    """One run. is_lost: its SLO is broken, however others go."""
+
+    model: str
+    summary: Summary
+    records: Sequence[RequestRecord]
+    front_cores: float | None
+    is_lost: bool
+
+
+def _trusted(
+    opts: ReplayOptions,
+    requests: Sequence[TraceRequest],
+    show: Callable[[Progress], None],
+    cause: LostCause,
+    front_pids: Sequence[int],
+    *,
+    gives_up: bool,
+) -> _Done:
+    for attempt in range(ATTEMPTS):
+        cpu, tried = CpuTime(front_pids), copy(cause)
+        servers, recording, summary = _measured(opts, requests, show, tried.is_lost if gives_up else lambda _: False)
+        front_cores = cpu.spent_s() / summary.duration_s if front_pids else None
+        problem = why_late(summary, opts.max_client_lag_ms)
+        if problem is None:
+            return _Done(servers[0].model, summary, recording.records, front_cores, tried.is_over)
+        if attempt + 1 == ATTEMPTS:
+            raise NotTrusted(f"{ATTEMPTS} times in a row at {opts.rate_per_s:.3g} requests/s {problem}")
+    raise AssertionError
 
 
 def _measured(

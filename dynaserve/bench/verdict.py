@@ -1,22 +1,41 @@
-"""Whether a server sustained a run: within its SLO, and with a queue that does not grow. Pure."""
+"""Whether a server sustained its runs: within its SLO, and with a queue that does not grow. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dynaserve.bench.measures import Slo, Summary
+from dynaserve.bench.measures import Slo
 from dynaserve.bench.records import RequestRecord
 
 GROWTH_LIMIT = 0.05
 """Seconds of waiting that each second of arrivals adds; a server that is overloaded by 5 % adds as much."""
 FAR_TIMES = 3.0
 """A P99 TBT above so many SLOs is not that of a rate near the capacity."""
+_LATE_LIMIT = 0.01
 _SURE = 2.0
 _FEWEST = 8
+_BLOCKS = 10
+
+Records = Sequence[RequestRecord]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """reason: the first one why the runs were not sustained, in a few words; None: they were. is_open: as far as their own errors
+    tell, a run of other requests may be judged otherwise.
+
+    promising_share: of the rate of runs that were not sustained, what their figures say may have been, in (0, 1], or 0 if only far less
+    may. Who waits g seconds longer for each second of arrivals is served 1 / (1 + g) times as fast as requests arrive.
+    """
+
+    reason: str | None
+    is_open: bool
+    promising_share: float
 
 
 @dataclass(frozen=True)
@@ -31,68 +50,111 @@ class Growth:
         """Grows by more than the limit, and not by chance."""
         return self.slope > GROWTH_LIMIT and self.slope > _SURE * self.error
 
+    @property
+    def is_open(self) -> bool:
+        """Neither below the limit by its error, nor above it by as much and not by chance."""
+        is_below = self.slope + self.error <= GROWTH_LIMIT
+        return not is_below and not (self.is_queue and self.slope - self.error > GROWTH_LIMIT)
+
 
 class LostCause:
-    """Whether a run breaks the TBT SLO however it goes on: already so many gaps are late that P99 is, be all others in time."""
+    """Whether runs break the TBT SLO however they go on: already so many gaps are late that P99 is, be all others in time."""
 
-    def __init__(self, gaps: int, slo: Slo) -> None:
-        """gaps: of the whole run."""
+    def __init__(self, gaps: int, slo: Slo, late: int = 0) -> None:
+        """gaps: of all the runs. late: how many of them are already."""
         self._slo = slo
         # np.percentile interpolates from the element of this rank upwards.
-        self._late_left = gaps - math.floor(0.99 * (gaps - 1))
+        self._late_left = gaps - math.floor(0.99 * (gaps - 1)) - late
+
+    @property
+    def is_over(self) -> bool:
+        return self._late_left <= 0
 
     def is_lost(self, gap_ms: float) -> bool:
         """Called with each gap between two tokens."""
         self._late_left -= gap_ms > self._slo.tbt_ms
-        return self._late_left <= 0
+        return self.is_over
 
 
 def growth(sent_s: Sequence[float], latency_ms: Sequence[float]) -> Growth | None:
     """None: too few requests, or all were sent at once."""
-    times, latency_s = np.array(sent_s), np.array(latency_ms) / 1e3
-    spread = float(np.sum((times - times.mean()) ** 2)) if len(times) else 0.0
-    if len(times) < _FEWEST or spread == 0:
+    return _growth([(sent_s, latency_ms)])
+
+
+def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
+    """Of one or more runs at the same rate, together.
+
+    Not sustained is a request that failed; P99 of all gaps between tokens over the TBT SLO; P99 TTFT over its SLO; a TTFT or an
+    end-to-end time that grows over the runs. The last finds the queue that neither TTFT nor TBT shows, the one at a hand-off.
+    """
+    records = [record for run in runs for record in run]
+    lines = {name: line for name in ("ttft_ms", "e2e_ms") if (line := _growth([_timed(run, name) for run in runs])) is not None}
+    queues = {name: line for name, line in lines.items() if line.is_queue}
+    tbt_p99_ms, tbt_is_open = _p99(gap for record in records for gap in record.gaps_ms), _is_open(runs, slo)
+    ttft_p99_ms = _p99(ttft for record in records if (ttft := record.ttft_ms) is not None)
+
+    found: list[tuple[str, bool]] = []
+    """Each with whether it is final."""
+    if failures := Counter(record.failure.reason for record in records if record.failure is not None).most_common(1):
+        reason, count = failures[0]
+        found.append((f"{count} failed: {reason}", True))
+    if tbt_p99_ms > slo.tbt_ms:
+        found.append((f"P99 TBT {tbt_p99_ms:.1f} ms", not tbt_is_open))
+    if slo.ttft_ms is not None and ttft_p99_ms > slo.ttft_ms:
+        found.append((f"P99 TTFT {ttft_p99_ms:.1f} ms", True))
+    found += [(f"{name[:-3].upper()} grows by {line.slope:.2f} s per s", not line.is_open) for name, line in queues.items()]
+
+    is_final = any(final for _, final in found)
+    is_open = tbt_is_open or any(line.is_open for line in lines.values())
+    slope = next(iter(queues.values())).slope if queues else 0.0
+    promising_share = 0.0 if tbt_p99_ms > FAR_TIMES * slo.tbt_ms else 1 / (1 + slope)
+    return Verdict(found[0][0] if found else None, is_open and not is_final, promising_share)
+
+
+def _timed(run: Records, name: str) -> tuple[list[float], list[float]]:
+    pairs = [(record.sent_s, latency) for record in run if (latency := getattr(record, name)) is not None]
+    return [at_s for at_s, _ in pairs], [latency for _, latency in pairs]
+
+
+def _growth(runs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Growth | None:
+    """The slope that is common to the runs, each with a height of its own."""
+    lines = [(np.array(sent_s), np.array(latency_ms) / 1e3) for sent_s, latency_ms in runs if len(sent_s)]
+    centred = [(times - times.mean(), latency_s - latency_s.mean()) for times, latency_s in lines]
+    spread = float(sum(np.sum(times**2) for times, _ in centred))
+    count = sum(len(times) for times, _ in lines)
+    if count < _FEWEST or spread == 0:
         return None
-    slope = float(np.sum((times - times.mean()) * latency_s)) / spread
-    residual = latency_s - latency_s.mean() - slope * (times - times.mean())
-    return Growth(slope, float(np.sqrt(np.sum(residual**2) / (len(times) - 2) / spread)))
+    slope = float(sum(np.sum(times * latency_s) for times, latency_s in centred)) / spread
+    residual = float(sum(np.sum((latency_s - slope * times) ** 2) for times, latency_s in centred))
+    return Growth(slope, math.sqrt(residual / (count - len(lines) - 1) / spread))
 
 
-def why_not_sustained(records: Sequence[RequestRecord], summary: Summary, slo: Slo) -> str | None:
-    """The first reason, in a few words; None: the run was sustained.
+def _is_open(runs: Sequence[Records], slo: Slo) -> bool:
+    """Whether the share of late gaps is within its standard error of the one at which P99 is the SLO.
 
-    A request that failed; P99 of all gaps between tokens over the TBT SLO; P99 TTFT over its SLO; a TTFT or an end-to-end time
-    that grows over the run. The last finds the queue that neither TTFT nor TBT shows, the one at a hand-off.
+    Late gaps come in bursts, so the error is that of the share among blocks of time.
     """
-    if summary.failures:
-        reason, count = next(iter(summary.failures.items()))
-        return f"{count} failed: {reason}"
-    if summary.tbt_ms is not None and summary.tbt_ms.p99 > slo.tbt_ms:
-        return f"P99 TBT {summary.tbt_ms.p99:.1f} ms"
-    if slo.ttft_ms is not None and summary.ttft_ms is not None and summary.ttft_ms.p99 > slo.ttft_ms:
-        return f"P99 TTFT {summary.ttft_ms.p99:.1f} ms"
-    if (line := _queue(records)) is not None:
-        name, slope = line
-        return f"{name[:-3].upper()} grows by {slope:.2f} s per s"
-    return None
+    blocks = np.concatenate([_blocks(run, slo) for run in runs], axis=1)
+    late, gaps = blocks.sum(axis=1)
+    if not gaps:
+        return False
+    share = late / gaps
+    error = math.sqrt(np.sum((blocks[0] - share * blocks[1]) ** 2) * blocks.shape[1] / (blocks.shape[1] - 1)) / gaps
+    return bool(late) and abs(share - _LATE_LIMIT) <= error
 
 
-def promising_share(records: Sequence[RequestRecord], summary: Summary, slo: Slo) -> float:
-    """Of the rate of a run that was not sustained: what its figures say may have been, in (0, 1], or 0 if only far less may.
+def _blocks(run: Records, slo: Slo) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Shape [2, _BLOCKS]: late gaps, and gaps, in each of these parts of the run's time."""
+    ends_s = np.array([end_s for record in run for end_s in record.token_times_s[1:]])
+    late = np.array([gap > slo.tbt_ms for record in run for gap in record.gaps_ms], dtype=float)
+    if not len(ends_s):
+        return np.zeros((2, _BLOCKS))
+    bounds = np.linspace(ends_s.min(), ends_s.max(), _BLOCKS + 1)[1:-1]
+    block = np.searchsorted(bounds, ends_s)
+    return np.stack([np.bincount(block, weights=late, minlength=_BLOCKS), np.bincount(block, minlength=_BLOCKS).astype(float)])
 
-    Who waits g seconds longer for each second of arrivals is served 1 / (1 + g) times as fast as requests arrive.
-    """
-    if summary.tbt_ms is not None and summary.tbt_ms.p99 > FAR_TIMES * slo.tbt_ms:
-        return 0.0
-    line = _queue(records)
-    return 1.0 if line is None else 1 / (1 + line[1])
 
-
-def _queue(records: Sequence[RequestRecord]) -> tuple[str, float] | None:
-    """The latency that grows, and by how much; None: no queue does."""
-    for name in ("ttft_ms", "e2e_ms"):
-        pairs = [(record.sent_s, latency) for record in records if (latency := getattr(record, name)) is not None]
-        line = growth([at_s for at_s, _ in pairs], [latency for _, latency in pairs])
-        if line is not None and line.is_queue:
-            return name, line.slope
-    return None
+def _p99(values: Iterable[float]) -> float:
+    """0 without values."""
+    array = np.fromiter(values, dtype=float)
+    return float(np.percentile(array, 99)) if array.size else 0.0
