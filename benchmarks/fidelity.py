@@ -1,8 +1,10 @@
 """`make bench-fidelity`: the same workload, rate and policy on two real instances and in the simulator with their own latencies.
 
-Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. A first run teaches the instances
-their profile. The simulator then gets the profile that the first one had learnt by its end, the errors of its predictions
-meanwhile, and the very same requests at the same times. It has no front-end and no client, which share the cores of the real one.
+Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. First all requests of a run are sent at
+once: half of the rate at which they are answered is that of all runs, unless --rate is given. Another run teaches the instances their
+profile. The simulator then gets the profile that the first one had learnt by its end, the errors of its predictions meanwhile, how long
+hand-overs took at the median beside the end of a running step, and the very same requests at the same times. It has no front-end and no
+client, which share the cores of the real one.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
 seen.
 """
@@ -18,14 +20,16 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import Any
 
+import httpx
+
 from benchmarks.parsers import parser_of
-from dynaserve.bench import capacity, simulate
+from dynaserve.bench import capacity, options, simulate, trial
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
@@ -35,6 +39,7 @@ from dynaserve.step_report import read_log
 
 POLICIES = ("colocated", "disaggregated", "dynamic")
 WITHIN = 0.15
+SHARE = 0.5
 KV_TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
 """Of SmolLM2-135M in bfloat16: keys and values of 30 layers of 3 heads of 64."""
 MOST_STEP_TOKENS = 2048
@@ -53,15 +58,28 @@ class Figures:
 
 @dataclass(frozen=True)
 class Load:
-    """arguments: of `dynaserve bench replay` and `dynaserve simulate` alike, but for the rate."""
+    """arguments: of `dynaserve bench replay` and `dynaserve simulate` alike, but for the rate. rate_per_s None: to be found."""
 
     arguments: tuple[str, ...]
-    rate_per_s: float
+    rate_per_s: float | None
     tbt_slo_ms: float
     searches: bool
 
     def shared(self) -> list[str]:
-        return [*self.arguments, "--rate", f"{self.rate_per_s:g}", "--tbt-slo-ms", f"{self.tbt_slo_ms:g}"]
+        rate = [] if self.rate_per_s is None else ["--rate", f"{self.rate_per_s:g}"]
+        return [*self.arguments, *rate, "--tbt-slo-ms", f"{self.tbt_slo_ms:g}"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the simulator is told of the real instances. sigma: errors of predicted steps. hand_off_ms None: no request was cut."""
+
+    sigma: float
+    hand_off_ms: float | None
+
+    def arguments(self) -> list[str]:
+        hand_off = [] if self.hand_off_ms is None else ["--hand-off-ms", f"{self.hand_off_ms:.4g}"]
+        return ["--step-sigma", f"{self.sigma:.4g}", *hand_off]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -82,6 +100,7 @@ def run(load: Load, folder: Path) -> None:
     profile, log, table = folder / "learnt.json", folder / "steps-0.csv", []
     fleet = _fleet(load, folder)
     with fleet:
+        load = _at_a_rate(load, fleet.frontend_url)
         _replay(load, fleet.frontend_url, folder / "learning.json")
         # One that only prefills later on would go on learning from that alone.
         shutil.copyfile(folder / "profile-0.json", profile)
@@ -90,13 +109,23 @@ def run(load: Load, folder: Path) -> None:
             fleet.place_by(("--policy", policy, "--latency-profile", str(profile.absolute()), *slo))
             began_s = time.monotonic()
             real = _replay(load, fleet.frontend_url, folder / f"{policy}.json")
+            hand_off_ms = hand_off_ms_of(last_records(fleet.frontend_url))
             if load.searches:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
-            sigma = sigma_of(log, began_s)
-            simulated = _simulate(load, policy, profile, sigma)
+            timing = Timing(sigma_of(log, began_s), hand_off_ms)
+            simulated = _simulate(load, policy, profile, timing)
             table.append((policy, real, simulated))
-            _print(policy, real, simulated, sigma)
+            _print(policy, real, simulated, timing)
     _write(folder / "fidelity.csv", table)
+
+
+def _at_a_rate(load: Load, url: str) -> Load:
+    """Raises ConfigError."""
+    opts = options.parse(["--url", url, *load.shared(), "--max-client-lag-ms", "1000"])
+    at_once_per_s = trial.saturation(opts, opts.seed)
+    found = replace(load, rate_per_s=load.rate_per_s or SHARE * at_once_per_s)
+    print(f"all at once {at_once_per_s:.3g} requests/s; runs at {found.rate_per_s:.3g}", flush=True)
+    return found
 
 
 def _fleet(load: Load, folder: Path) -> LocalFleet:
@@ -144,12 +173,30 @@ def sigma_of(log: Path, began_s: float) -> float:
     return max(1e-6, pstdev(errors))
 
 
-def _simulate(load: Load, policy: str, profile: Path, sigma: float) -> Figures:
+def last_records(url: str) -> list[dict[str, Any]]:
+    """Of the last sequences that the front-end remembers."""
+    with httpx.Client(base_url=url, timeout=30) as client:
+        ids = {request["request_id"] for request in client.get("/dynaserve/snapshot").raise_for_status().json()["requests"]}
+        answers = [client.get(f"/dynaserve/requests/{each}").raise_for_status().json() for each in sorted(ids)]
+    return [record for answer in answers for record in answer["sequences"]]
+
+
+def hand_off_ms_of(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median, from alpha's standing until beta goes on, without the rest of the step that its instance was running: for that the
+    simulator waits as well. None: nothing was cut."""
+    handed_over = [one for one in records if {"alpha_parked", "beta_resumed"} <= one["timeline_ms"].keys()]
+    times_ms = [
+        one["timeline_ms"]["beta_resumed"] - one["timeline_ms"]["alpha_parked"] - (one["step_rest_ms"] or 0.0) for one in handed_over
+    ]
+    return max(0.1, median(times_ms)) if times_ms else None
+
+
+def _simulate(load: Load, policy: str, profile: Path, timing: Timing) -> Figures:
     """The margin of the local scheduler and the noise of the steps are both the measured sigma."""
     kv_tokens = (1 << 30) // KV_TOKEN_BYTES
-    fleet = ("--profile", str(profile), "--policy", policy, "--batching", "slo", "--step-sigma", f"{sigma:.4g}", "--expect", "exact")
+    fleet = ("--profile", str(profile), "--policy", policy, "--batching", "slo", "--expect", "exact")
     limits = ("--chunk", str(MOST_STEP_TOKENS), "--max-running", str(MOST_RUNNING), "--kv-tokens", str(kv_tokens))
-    arguments = [*fleet, *limits, *load.shared()]
+    arguments = [*fleet, *timing.arguments(), *limits, *load.shared()]
     found = simulate.one_run(arguments).summary
     capacity = simulate.capacities([*arguments, "--repetitions", "1"])[0] if load.searches else None
     ttft = math.nan if found.ttft_ms is None else found.ttft_ms.p50
@@ -161,8 +208,9 @@ def _rows(real: Figures, simulated: Figures) -> list[tuple[str, float, float, fl
     return [(name, getattr(real, name), getattr(simulated, name), getattr(simulated, name) / getattr(real, name)) for name in names]
 
 
-def _print(policy: str, real: Figures, simulated: Figures, sigma: float) -> None:
-    print(f"{policy}, errors of predicted steps sigma {sigma:.3f}")
+def _print(policy: str, real: Figures, simulated: Figures, timing: Timing) -> None:
+    hand_overs = "" if timing.hand_off_ms is None else f", hand-overs take {timing.hand_off_ms:.1f} ms"
+    print(f"{policy}, errors of predicted steps sigma {timing.sigma:.3f}{hand_overs}")
     for name, measured, found, ratio in _rows(real, simulated):
         verdict = "" if abs(ratio - 1) <= WITHIN else f"  not within {WITHIN:.0%}"
         print(f"  {name:22s} real {measured:9.4g}  simulated {found:9.4g}  ratio {ratio:.2f}{verdict}", flush=True)
@@ -182,7 +230,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trace", default="--workload sample --drawn", metavar="ARGS", help="requests, as for dynaserve simulate (default: %(default)s)"
     )
-    parser.add_argument("--rate", type=positive, default=1.5, metavar="R", help="requests per second (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=positive, metavar="R", help=f"requests per second (default: {SHARE:g} of those answered when all come at once)"
+    )
     parser.add_argument("--duration-s", type=positive, default=60.0, metavar="T", help="of a run (default: %(default)s)")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from dynaserve.bench.capacity import Repetition, SearchOptions, following
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.search import highest_rate
-from dynaserve.bench.verdict import LostCause, growth, judged
+from dynaserve.bench.verdict import LostCause, Verdict, growth, judged
 from tests.completion_server import Act, CompletionServer, running_server
 
 SLO = Slo(100.0)
@@ -125,8 +126,18 @@ def test_only_far_less_may_be_sustained_where_tokens_are_late_by_far() -> None:
 
 
 def test_a_queue_behind_the_first_token_is_seen() -> None:
-    records = [record(index, index * 0.1, 0.1, gap_s=0.02 if index % 50 else 0.05, tokens=5 + index) for index in range(200)]
-    assert "E2E grows" in (verdict(records) or "")
+    records = []
+    for index in range(200):
+        one = record(index, index * 0.1, 0.1, tokens=300)
+        handed_over = [*one.token_times_s[:10], *(at_s + 0.1 * one.sent_s for at_s in one.token_times_s[10:])]
+        records.append(replace(one, token_times_s=handed_over))
+    assert verdict(records) == "longest gap grows by 0.10 s per s"
+
+
+def test_answers_that_take_longer_as_batches_fill_wait_in_no_queue() -> None:
+    records = [record(index, index * 0.4, 0.3, gap_s=0.02 + 0.0005 * index, tokens=300) for index in range(100)]
+    assert records[-1].e2e_ms == pytest.approx(300 + 299 * 69.5)
+    assert judged([records], SLO) == Verdict(None, is_open=False, promising_share=1.0)
 
 
 def test_what_breaks_the_slo_is_named() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import batching, placement, prediction
+from benchmarks.fidelity import hand_off_ms_of
 from benchmarks.goals import best_chunk, median_of, misses
 from benchmarks.load_search import best_rate, next_rate
 from benchmarks.runs import Run
@@ -114,6 +115,15 @@ def command(name: str, *arguments: str) -> None:
     if name == "decide":
         pytest.importorskip("vllm")
     import_module(f"benchmarks.{name}").main(arguments)
+
+
+def test_a_hand_over_is_timed_without_the_step_that_was_running() -> None:
+    def handed_over(parked_ms: float, resumed_ms: float, step_rest_ms: float | None) -> dict[str, object]:
+        return {"timeline_ms": {"alpha_parked": parked_ms, "beta_resumed": resumed_ms}, "step_rest_ms": step_rest_ms}
+
+    uncut = {"timeline_ms": {"first_token": 3.0}, "step_rest_ms": None}
+    assert hand_off_ms_of([handed_over(10.0, 45.0, 15.0), handed_over(10.0, 14.0, None), uncut, handed_over(1.0, 8.0, 1.0)]) == 6.0
+    assert hand_off_ms_of([uncut]) is None
 
 
 @pytest.mark.parametrize("name", ["batching", "decide", "fidelity", "placement", "predictor"])

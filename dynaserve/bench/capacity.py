@@ -25,9 +25,9 @@ example:
   dynaserve bench capacity --url http://127.0.0.1:8000 --workload sample --rate 2 --duration-s 60 --repetitions 3
 
 A rate passes if no request fails, the P99 of all gaps between tokens is within --tbt-slo-ms, P99 TTFT within --ttft-slo-ms if it
-is given, and neither TTFT nor end-to-end time grows over the run by more than 0.05 s per second of arrivals. Where the standard error
-of a run leaves that open, one with other requests follows, and both together decide. Each repetition is a search of its own, with its
-own seed: requests drawn at random from the workload. The capacity is the median of the repetitions.
+is given, and neither TTFT nor the longest gap of a request grows over the run by more than 0.05 s per second of arrivals. Where the
+standard error of a run leaves that open, one with other requests follows, and both together decide. Each repetition is a search of its
+own, with its own seed: requests drawn at random from the workload. The capacity is the median of the repetitions.
 Short runs read too high: a run should be several times as long as the longest answer.
 
 exit status: 0 reported; 1 not even --least-rate passed; 2 bad option or server; 3 the figures cannot be trusted."""

@@ -53,6 +53,11 @@ class RequestRecord:
         return 1e3 * (self.token_times_s[-1] - self.sent_s) if self.token_times_s else None
 
     @property
+    def longest_gap_ms(self) -> float | None:
+        """None: fewer than two tokens came."""
+        return max(self.gaps_ms, default=None)
+
+    @property
     def gaps_ms(self) -> list[float]:
         """TBT: one gap for each two consecutive tokens. Of n tokens in one event the first has the gap before the event, n-1 have 0."""
         return [1e3 * (after - before) for before, after in pairwise(self.token_times_s)]

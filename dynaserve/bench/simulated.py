@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynaserve.bench.measures import Distribution, Slo
-from dynaserve.bench.verdict import growth
+from dynaserve.bench.verdict import WAITS, growth
 from dynaserve.simulation import InstanceUse, SimulationResult, gap_bin_ms
 from workloads.trace import TraceRequest
 
@@ -84,7 +84,8 @@ def summarize(
     gaps = gap_percentiles(result.gap_counts)
     late_first = 0 if slo.ttft_ms is None else int(np.count_nonzero(ttft > slo.ttft_ms))
     span_s = float(arrived[-1] - arrived[0]) / 1e3
-    reason = _why_not(arrived, ttft, e2e, gaps, slo)
+    longest_gaps = np.array([outcome.longest_gap_ms for outcome in outcomes])
+    reason = _why_not(arrived, ttft, longest_gaps, gaps, slo)
     return SimulatedSummary(
         requests=len(requests),
         duration_s=duration_s,
@@ -120,12 +121,12 @@ def gap_percentiles(counts: Sequence[int]) -> Gaps:
 _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def _why_not(arrived_ms: _Array, ttft_ms: _Array, e2e_ms: _Array, gaps: Gaps, slo: Slo) -> str | None:
+def _why_not(arrived_ms: _Array, ttft_ms: _Array, longest_gaps_ms: _Array, gaps: Gaps, slo: Slo) -> str | None:
     if gaps.p99 is not None and gaps.p99 > slo.tbt_ms:
         return f"P99 TBT {gaps.p99:.1f} ms"
     if slo.ttft_ms is not None and (p99 := float(np.percentile(ttft_ms, 99))) > slo.ttft_ms:
         return f"P99 TTFT {p99:.1f} ms"
-    for name, values in (("TTFT", ttft_ms), ("E2E", e2e_ms)):
+    for name, values in zip(WAITS.values(), (ttft_ms, longest_gaps_ms), strict=True):
         line = growth((arrived_ms / 1e3).tolist(), values.tolist())
         if line is not None and line.is_queue:
             return f"{name} grows by {line.slope:.2f} s per s"

@@ -16,6 +16,8 @@ GROWTH_LIMIT = 0.05
 """Seconds of waiting that each second of arrivals adds; a server that is overloaded by 5 % adds as much."""
 FAR_TIMES = 3.0
 """A P99 TBT above so many SLOs is not that of a rate near the capacity."""
+WAITS = {"ttft_ms": "TTFT", "longest_gap_ms": "longest gap"}
+"""Of a request, by attribute: what grows where it waits in a queue."""
 _LATE_LIMIT = 0.01
 _SURE = 2.0
 _FEWEST = 8
@@ -84,11 +86,12 @@ def growth(sent_s: Sequence[float], latency_ms: Sequence[float]) -> Growth | Non
 def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
     """Of one or more runs at the same rate, together.
 
-    Not sustained is a request that failed; P99 of all gaps between tokens over the TBT SLO; P99 TTFT over its SLO; a TTFT or an
-    end-to-end time that grows over the runs. The last finds the queue that neither TTFT nor TBT shows, the one at a hand-off.
+    Not sustained is a request that failed; P99 of all gaps between tokens over the TBT SLO; P99 TTFT over its SLO; a TTFT or a
+    longest gap of a request that grows over the runs. The last finds the queue behind the first token that P99 TBT does not show, at a
+    hand-off or for memory. End-to-end times do not tell: they also grow while batches of decodes fill, as long as an answer takes.
     """
     records = [record for run in runs for record in run]
-    lines = {name: line for name in ("ttft_ms", "e2e_ms") if (line := _growth([_timed(run, name) for run in runs])) is not None}
+    lines = {name: line for name in WAITS if (line := _growth([_timed(run, name) for run in runs])) is not None}
     queues = {name: line for name, line in lines.items() if line.is_queue}
     tbt_p99_ms, tbt_is_open = _p99(gap for record in records for gap in record.gaps_ms), _is_open(runs, slo)
     ttft_p99_ms = _p99(ttft for record in records if (ttft := record.ttft_ms) is not None)
@@ -102,7 +105,7 @@ def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
         found.append((f"P99 TBT {tbt_p99_ms:.1f} ms", not tbt_is_open))
     if slo.ttft_ms is not None and ttft_p99_ms > slo.ttft_ms:
         found.append((f"P99 TTFT {ttft_p99_ms:.1f} ms", True))
-    found += [(f"{name[:-3].upper()} grows by {line.slope:.2f} s per s", not line.is_open) for name, line in queues.items()]
+    found += [(f"{WAITS[name]} grows by {line.slope:.2f} s per s", not line.is_open) for name, line in queues.items()]
 
     is_final = any(final for _, final in found)
     is_open = tbt_is_open or any(line.is_open for line in lines.values())
