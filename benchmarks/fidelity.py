@@ -3,8 +3,8 @@
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. First all requests of a run are sent at
 once: half of the rate at which they are answered is that of all runs, unless --rate is given. Another run teaches the instances their
 profile. The simulator then gets the profile that the first one had learnt by its end, the errors of its predictions meanwhile, how long
-hand-overs took at the median beside the end of a running step, and the very same requests at the same times. It has no front-end and no
-client, which share the cores of the real one.
+hand-overs took beside steps, and the very same requests at the same times. It has no front-end and no client, which share the cores of
+the real one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
 seen.
 """
@@ -37,9 +37,12 @@ from dynaserve.local.fleet import INDEX, LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.step_report import read_log
 
-POLICIES = ("colocated", "disaggregated", "dynamic")
+DISAGGREGATED = "disaggregated"
+POLICIES = ("colocated", DISAGGREGATED, "dynamic")
+"""In this order: what is measured of the second is told to the simulator for the third, too."""
 WITHIN = 0.15
 SHARE = 0.5
+LEAST_HAND_OFF_MS = 0.1
 KV_TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
 """Of SmolLM2-135M in bfloat16: keys and values of 30 layers of 3 heads of 64."""
 MOST_STEP_TOKENS = 2048
@@ -72,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the simulator is told of the real instances. sigma: errors of predicted steps. hand_off_ms None: no request was cut."""
+    """What the simulator is told of the real instances. sigma: errors of predicted steps. hand_off_ms None: nothing was cut so far."""
 
     sigma: float
     hand_off_ms: float | None
@@ -98,6 +101,7 @@ def main(arguments: Sequence[str]) -> None:
 def run(load: Load, folder: Path) -> None:
     """Raises DynaServeError."""
     profile, log, table = folder / "learnt.json", folder / "steps-0.csv", []
+    hand_off_ms: float | None = None
     fleet = _fleet(load, folder)
     with fleet:
         load = _at_a_rate(load, fleet.frontend_url)
@@ -109,7 +113,8 @@ def run(load: Load, folder: Path) -> None:
             fleet.place_by(("--policy", policy, "--latency-profile", str(profile.absolute()), *slo))
             began_s = time.monotonic()
             real = _replay(load, fleet.frontend_url, folder / f"{policy}.json")
-            hand_off_ms = hand_off_ms_of(last_records(fleet.frontend_url))
+            if policy == DISAGGREGATED:
+                hand_off_ms = hand_off_ms_of(last_records(fleet.frontend_url), real.tbt_p50_ms)
             if load.searches:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
             timing = Timing(sigma_of(log, began_s), hand_off_ms)
@@ -181,14 +186,14 @@ def last_records(url: str) -> list[dict[str, Any]]:
     return [record for answer in answers for record in answer["sequences"]]
 
 
-def hand_off_ms_of(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """The median, from alpha's standing until beta goes on, without the rest of the step that its instance was running: for that the
-    simulator waits as well. None: nothing was cut."""
+def hand_off_ms_of(records: Sequence[Mapping[str, Any]], step_ms: float) -> float | None:
+    """The median, from alpha's standing until beta's first token, without the rest of the step that its instance was running and beta's
+    own, of step_ms: the simulator has both as well. None: nothing was cut."""
     handed_over = [one for one in records if {"alpha_parked", "beta_resumed"} <= one["timeline_ms"].keys()]
     times_ms = [
         one["timeline_ms"]["beta_resumed"] - one["timeline_ms"]["alpha_parked"] - (one["step_rest_ms"] or 0.0) for one in handed_over
     ]
-    return max(0.1, median(times_ms)) if times_ms else None
+    return max(LEAST_HAND_OFF_MS, median(times_ms) - step_ms) if times_ms else None
 
 
 def _simulate(load: Load, policy: str, profile: Path, timing: Timing) -> Figures:

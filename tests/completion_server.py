@@ -98,9 +98,8 @@ class CompletionServer:
             if len(self.prompts) == act.gather:
                 self.gathered.set()
             await self.gathered.wait()
-        if act.pause_s and len(self.prompts) == 3:
-            return StreamingResponse(_events(body, act), media_type="text/event-stream")
-        act = replace(act, pause_s=0.0)
+        if len(self.prompts) != 3:
+            act = replace(act, pause_s=0.0)
         if act.slots and not is_probe:
             self.slots = self.slots or asyncio.Semaphore(act.slots)
             return StreamingResponse(_in_turn(self.slots, body, act), media_type="text/event-stream")

@@ -176,15 +176,13 @@ def test_nothing_more_is_sent_once_the_slo_cannot_be_kept(tmp_path: Path) -> Non
 def test_where_one_run_leaves_it_open_a_second_one_decides_with_it(tmp_path: Path) -> None:
     options = compare.parse(arguments(tmp_path, "--system", "a=http://x", "--system", "b=http://y", "--requests", "20", "--rate", "50"))
     with running_server() as server:
-        replay = replace(options.replay, urls=(server.url,), duration_s=None, slo=Slo(200.0), workload="fixed:8,6")
-        server.act = Act(pause_s=0.5)
-        run = trial.run(replay, 10.0, 1, confirms=True)
+        replay = replace(options.replay, urls=(server.url,), duration_s=None, slo=Slo(1000.0), workload="fixed:8,6")
+        server.act = Act(pause_s=2.0)
+        run = trial.run(replay, 5.0, 1, confirms=True)
         assert run.second is not None
         assert run.not_sustained is None
         assert (run.summary.token_attainment, run.second.token_attainment) == (0.99, 1.0)
-        clear = trial.run(replay, 10.0, 1, confirms=True)
-        assert (clear.second, clear.not_sustained) == (None, None)
-        hopeless = trial.run(replace(replay, slo=Slo(0.01)), 10.0, 1, gives_up=True, confirms=True)
+        hopeless = trial.run(replace(replay, slo=Slo(0.01)), 5.0, 1, gives_up=True, confirms=True)
         assert hopeless.second is None
         assert (hopeless.not_sustained or "").startswith("P99 TBT")
 

@@ -117,13 +117,14 @@ def command(name: str, *arguments: str) -> None:
     import_module(f"benchmarks.{name}").main(arguments)
 
 
-def test_a_hand_over_is_timed_without_the_step_that_was_running() -> None:
+def test_a_hand_over_is_timed_without_the_steps_around_it() -> None:
     def handed_over(parked_ms: float, resumed_ms: float, step_rest_ms: float | None) -> dict[str, object]:
         return {"timeline_ms": {"alpha_parked": parked_ms, "beta_resumed": resumed_ms}, "step_rest_ms": step_rest_ms}
 
     uncut = {"timeline_ms": {"first_token": 3.0}, "step_rest_ms": None}
-    assert hand_off_ms_of([handed_over(10.0, 45.0, 15.0), handed_over(10.0, 14.0, None), uncut, handed_over(1.0, 8.0, 1.0)]) == 6.0
-    assert hand_off_ms_of([uncut]) is None
+    assert hand_off_ms_of([handed_over(10.0, 45.0, 15.0), handed_over(10.0, 14.0, None), uncut, handed_over(1.0, 8.0, 1.0)], 2.5) == 3.5
+    assert hand_off_ms_of([handed_over(10.0, 14.0, None)], 9.0) == 0.1
+    assert hand_off_ms_of([uncut], 2.5) is None
 
 
 @pytest.mark.parametrize("name", ["batching", "decide", "fidelity", "placement", "predictor"])

@@ -67,12 +67,13 @@ def run(
     seeds = (seed, seed + _SECOND_SEED) if confirms else (seed,)
     plans = [replay.plan_requests(replace(opts, seed=each)) for each in seeds]
     gaps = sum(request.output_tokens - 1 for requests in plans for request in requests)
-    done: list[_Done] = []
+    cause, done = LostCause(gaps, opts.slo), list[_Done]()
     for requests in plans:
+        done.append(_trusted(opts, requests, show, cause if gives_up else None, front_pids))
         late = sum(gap > opts.slo.tbt_ms for one in done for record in one.records for gap in record.gaps_ms)
-        done.append(_trusted(opts, requests, show, LostCause(gaps, opts.slo, late), front_pids, gives_up=gives_up))
+        cause = LostCause(gaps, opts.slo, late)
         verdict = judged([one.records for one in done], opts.slo)
-        if done[-1].is_lost or not verdict.is_open:
+        if cause.is_over or not verdict.is_open:
             break
     first, *others = done
     promising_per_s = None if verdict.reason is None else rate_per_s * verdict.promising_share
@@ -97,31 +98,29 @@ def saturation(opts: ReplayOptions, seed: int) -> float:
 
 @dataclass(frozen=True)
 class _Done:
-    """One run. is_lost: its SLO is broken, however others go."""
+    """One run."""
 
     model: str
     summary: Summary
     records: Sequence[RequestRecord]
     front_cores: float | None
-    is_lost: bool
 
 
 def _trusted(
     opts: ReplayOptions,
     requests: Sequence[TraceRequest],
     show: Callable[[Progress], None],
-    cause: LostCause,
+    cause: LostCause | None,
     front_pids: Sequence[int],
-    *,
-    gives_up: bool,
 ) -> _Done:
+    """cause: by which the run is given up; None: it is not."""
     for attempt in range(ATTEMPTS):
-        cpu, tried = CpuTime(front_pids), copy(cause)
-        servers, recording, summary = _measured(opts, requests, show, tried.is_lost if gives_up else lambda _: False)
+        cpu = CpuTime(front_pids)
+        servers, recording, summary = _measured(opts, requests, show, copy(cause).is_lost if cause else lambda _: False)
         front_cores = cpu.spent_s() / summary.duration_s if front_pids else None
         problem = why_late(summary, opts.max_client_lag_ms)
         if problem is None:
-            return _Done(servers[0].model, summary, recording.records, front_cores, tried.is_over)
+            return _Done(servers[0].model, summary, recording.records, front_cores)
         if attempt + 1 == ATTEMPTS:
             raise NotTrusted(f"{ATTEMPTS} times in a row at {opts.rate_per_s:.3g} requests/s {problem}")
     raise AssertionError

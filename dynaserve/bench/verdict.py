@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynaserve.bench.measures import Slo
+from dynaserve.bench.measures import Distribution, Slo
 from dynaserve.bench.records import RequestRecord
 
 GROWTH_LIMIT = 0.05
@@ -66,7 +66,7 @@ class LostCause:
         """gaps: of all the runs. late: how many of them are already."""
         self._slo = slo
         # np.percentile interpolates from the element of this rank upwards.
-        self._late_left = gaps - math.floor(0.99 * (gaps - 1)) - late
+        self._late_left = gaps - math.floor((1 - _LATE_LIMIT) * (gaps - 1)) - late
 
     @property
     def is_over(self) -> bool:
@@ -159,5 +159,5 @@ def _blocks(run: Records, slo: Slo) -> np.ndarray[tuple[int, int], np.dtype[np.f
 
 def _p99(values: Iterable[float]) -> float:
     """0 without values."""
-    array = np.fromiter(values, dtype=float)
-    return float(np.percentile(array, 99)) if array.size else 0.0
+    found = Distribution.of(values)
+    return 0.0 if found is None else found.p99
