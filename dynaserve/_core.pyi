@@ -664,7 +664,7 @@ class Placement:
 class Options:
     """The policy, and what only some policies read."""
 
-    def __init__(self, policy: Policy, ratio: float = 0.5, *, prefill_instances: int = 0, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, tolerance_ms: float = 5.0, gathering: int | None = None, stride_tokens: int = 16) -> None: ...
+    def __init__(self, policy: Policy, ratio: float = 0.5, *, prefill_instances: int = 0, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, kv_token_work_ms: float = 0.0, tolerance_ms: float = 5.0, gathering: int | None = None, stride_tokens: int = 16) -> None: ...
 
     @property
     def policy(self) -> Policy: ...
@@ -680,6 +680,9 @@ class Options:
 
     @property
     def kv_token_ms(self) -> float: ...
+
+    @property
+    def kv_token_work_ms(self) -> float: ...
 
     @property
     def tolerance_ms(self) -> float: ...
@@ -820,10 +823,10 @@ class Scheduler:
         ValueError: it has no tokens, or a time that is not positive.
         """
 
-    def set_kv_token_ms(self, kv_token_ms: float) -> None:
+    def set_kv_token_ms(self, kv_token_ms: float, *, work_ms: float = 0.0) -> None:
         """
-        What it takes to move the KV of a token, as transfers told.
-        ValueError: it is negative or not finite.
+        What it takes to move the KV of a token, as transfers told, and of the steps of either instance.
+        ValueError: one is negative or not finite.
         """
 
     def cost_scale(self, instance_id: str) -> float:
@@ -958,7 +961,7 @@ class SearchRequest:
 class SearchOptions:
     """What the search knows beside the instances."""
 
-    def __init__(self, *, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, hand_off_price_ms: float = 20.0, hand_off_price_share: float = 0.05, least_part_tokens: int = 16, least_cut_prompt_tokens: int = 32, arrivals_per_ms: float = 0.0, lost_share: float = 0.0, prefill_pressure: float = 0.0, mean_context_tokens: float = 0.0, level_step_ms: float = float('inf')) -> None: ...
+    def __init__(self, *, hand_off_ms: float = 5.0, kv_token_ms: float = 0.0, kv_token_work_ms: float = 0.0, hand_off_price_ms: float = 20.0, hand_off_price_share: float = 0.05, least_part_tokens: int = 16, least_cut_prompt_tokens: int = 32, arrivals_per_ms: float = 0.0, lost_share: float = 0.0, prefill_pressure: float = 0.0, mean_context_tokens: float = 0.0, level_step_ms: float = float('inf')) -> None: ...
 
 class Choice:
     """Indices of the instances, the cut, and what it is predicted to cost."""
@@ -1081,7 +1084,7 @@ class SimulatedRequest:
 class SimulationOptions:
     """A simulated fleet."""
 
-    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, revises: bool = True, step_sigma: float, drift_sigma: float = 0.0, drift_ms: float = 5000.0, tbt_slo_ms: float, ttft_slo_ms: float = float('inf'), seed: int) -> None: ...
+    def __init__(self, *, instances: int, round_robin: bool, placement: Options, engine: EngineOptions, hand_off_ms: float, kv_token_ms: float = 0.0, kv_token_work_ms: float = 0.0, kv_block_tokens: int = 16, streams_kv: bool = True, report_every_ms: float = 200.0, revises: bool = True, step_sigma: float, drift_sigma: float = 0.0, drift_ms: float = 5000.0, tbt_slo_ms: float, ttft_slo_ms: float = float('inf'), seed: int) -> None: ...
 
 class SimulatedOutcome:
     """What became of a request; absolute times."""

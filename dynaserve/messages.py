@@ -383,5 +383,7 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     workers: Annotated[list[WorkerDescription], Meta(max_length=4096)]
     secured: bool = False
     """Its sockets hear only who has the fleet secret."""
+    computes_on_host: bool = False
+    """On a CPU: what moves KV there takes the time of steps."""
     stock: bool = False
     """A vLLM server without the plugin, which is asked over HTTP (`dynaserve.stock`); gateway is its URL then."""

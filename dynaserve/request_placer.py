@@ -230,13 +230,15 @@ class RequestPlacer:
             now_ms,
         )
 
-    def learn_transfer(self, tokens: int, took_ms: float) -> None:
+    def learn_transfer(self, tokens: int, took_ms: float, *, on_host: bool) -> None:
         """took_ms: to send the KV of so many tokens, with what it waited for its receiver and for others that were sent there: the
-        links of a busy fleet seem slower than they are. Larger transfers say more; older ones fade."""
+        links of a busy fleet seem slower than they are. Larger transfers say more; older ones fade. on_host: what moves it is what
+        computes the steps of either instance, too (`InstanceDescription.computes_on_host`)."""
         self._moved_tokens = _TRANSFER_MEMORY * self._moved_tokens + tokens
         self._moved_ms = _TRANSFER_MEMORY * self._moved_ms + took_ms
         if self.predicts and self._moved_tokens > 0:
-            self.scheduler.set_kv_token_ms(self._moved_ms / self._moved_tokens)
+            kv_token_ms = self._moved_ms / self._moved_tokens
+            self.scheduler.set_kv_token_ms(kv_token_ms, work_ms=kv_token_ms if on_host else 0.0)
 
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""

@@ -153,6 +153,17 @@ def test_a_busy_fleet_whose_kv_moves_too_slowly_cuts_nothing() -> None:
     for impossible in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"^kv_token_ms is "):
             scheduler.set_kv_token_ms(impossible)
+        with pytest.raises(ValueError, match=r"^kv_token_work_ms is "):
+            scheduler.set_kv_token_ms(0.0, work_ms=impossible)
+
+
+def test_a_busy_fleet_whose_steps_hand_offs_lengthen_cuts_less() -> None:
+    def cuts(work_ms: float) -> int:
+        scheduler = fleet(Policy.dynamic)
+        scheduler.set_kv_token_ms(0.001, work_ms=work_ms)
+        return busy_for_minutes(scheduler)[0].count(PlacementReason.levels_prefill)
+
+    assert 4 * cuts(5.0) < cuts(0.0)
 
 
 @pytest.mark.parametrize(("kv_token_ms", "gathers"), [(0.03, True), (0.3, False)])

@@ -71,6 +71,7 @@ def random_search(seed: int) -> tuple[list[SearchInstance], SearchRequest, Searc
     options = SearchOptions(
         hand_off_ms=rng.choice([1.0, 8.0]),
         kv_token_ms=rng.choice([0.0, 0.01, 0.05]),
+        kv_token_work_ms=rng.choice([0.0, 0.0, 0.02]),
         hand_off_price_ms=rng.choice([0.0, 20.0]),
         arrivals_per_ms=rng.choice([0.0, 0.001, 0.004]),
         lost_share=0.15,
@@ -149,6 +150,25 @@ def test_gathered_decodes_take_prefill_from_the_free_instance() -> None:
     choice = SplitSearch().find(two(decodes=60), request_of(3000), BUSY, NOW_MS)
     assert (choice.alpha, choice.beta) == (1, 0)
     assert 1500 <= choice.split_token < 3000
+
+
+@pytest.mark.parametrize("split", [2000, 2999, 3000])
+def test_what_a_hand_off_takes_of_steps_others_wait_for(split: int) -> None:
+    """Those that come to either instance; it is not in the TTFT."""
+
+    def outcome(work_ms: float) -> Outcome:
+        options = SearchOptions(arrivals_per_ms=0.001, kv_token_work_ms=work_ms)
+        return SplitSearch().try_cut(two(decodes=10), 1, 0, split, request_of(3000), options, NOW_MS).outcome
+
+    free, dear = outcome(0.0), outcome(0.05)
+    assert dear.ttft_ms == free.ttft_ms
+    # No queue is there: arrivals x work x work / 2, on each, of which the moving is a part.
+    assert dear.others_wait_ms - free.others_wait_ms >= 2 * 0.001 * (0.05 * split) ** 2 / 2
+
+
+def test_a_hand_off_that_takes_too_much_of_steps_is_not_made() -> None:
+    dear = SearchOptions(arrivals_per_ms=0.001, lost_share=0.15, prefill_pressure=1.0, kv_token_work_ms=0.5)
+    assert SplitSearch().find(two(decodes=60), request_of(3000), dear, NOW_MS).beta is None
 
 
 @pytest.mark.parametrize(("step_tokens", "waited_for"), [(8192, 1000), (256, 232)])

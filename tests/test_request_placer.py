@@ -222,19 +222,19 @@ def test_prompts_are_predicted_by_the_slo_of_the_instance_not_by_that_of_the_req
 
 
 def test_what_moving_kv_takes_is_told_by_large_transfers_and_followed() -> None:
-    told: list[float] = []
+    told: list[tuple[float, float]] = []
 
     class Scheduler(GlobalScheduler):
-        def set_kv_token_ms(self, kv_token_ms: float) -> None:
-            told.append(kv_token_ms)
+        def set_kv_token_ms(self, kv_token_ms: float, *, work_ms: float = 0.0) -> None:
+            told.append((kv_token_ms, work_ms))
 
     placer = RequestPlacer(Scheduler(Options(Policy.dynamic), ProfileTable(ROOFLINE)), LengthPredictor(), predicts=True)
-    placer.learn_transfer(10, 5.0)
-    placer.learn_transfer(10_000, 100.0)
-    assert told[-1] == pytest.approx(105.0 / 10_010, rel=0.01)
+    placer.learn_transfer(10, 5.0, on_host=False)
+    placer.learn_transfer(10_000, 100.0, on_host=False)
+    assert told[-1] == pytest.approx((105.0 / 10_010, 0.0), rel=0.01)
     for _ in range(400):
-        placer.learn_transfer(1000, 50.0)
-    assert told[-1] == pytest.approx(0.05, rel=0.02)
+        placer.learn_transfer(1000, 50.0, on_host=True)
+    assert told[-1] == pytest.approx((0.05, 0.05), rel=0.02)
 
 
 # --- what the command line asks for

@@ -54,6 +54,7 @@ def run(
     tbt_slo_ms: float = math.inf,
     ttft_slo_ms: float = math.inf,
     kv_token_ms: float = 0.0,
+    kv_token_work_ms: float = 0.0,
     streams_kv: bool = True,
     expected: int | None = None,
     revises: bool = True,
@@ -67,6 +68,7 @@ def run(
         engine=instance or engine(),
         hand_off_ms=2.0,
         kv_token_ms=kv_token_ms,
+        kv_token_work_ms=kv_token_work_ms,
         streams_kv=streams_kv,
         revises=revises,
         step_sigma=sigma,
@@ -154,6 +156,13 @@ def test_two_transfers_share_the_link_into_an_instance() -> None:
     # Both alphas run on the first two instances, in one step; both betas on the third.
     result = run([(0.0, 100, 2), (0.0, 100, 2)], placement=Options(Policy.disaggregated, prefill_instances=2), instances=3, kv_token_ms=1.0)
     assert [outcome.hand_off_wait_ms for outcome in result.outcomes] == pytest.approx([100.0, 200.0])
+
+
+def test_moving_kv_on_the_host_lengthens_the_next_step_of_both_instances() -> None:
+    # The prompts' steps end at 10 and, with the 10 ms of 100 tokens that leave meanwhile, at 30 ms; beta's step begins at 12 ms.
+    first, second = run([(0.0, 100, 2), (1.0, 100, 2)], placement=HALF_AT_PROMPT, instances=2, kv_token_work_ms=0.1).outcomes
+    assert (first.first_token_ms, second.first_token_ms) == pytest.approx((10.0, 30.0))
+    assert first.end_ms == pytest.approx(12.0 + 20.0)
 
 
 def test_alpha_keeps_its_memory_until_its_kv_has_arrived() -> None:
@@ -440,6 +449,7 @@ def test_a_bad_grid_is_refused_with_line_and_value(tmp_path: Path, capsys: pytes
         (("--policy", "dynamic:gather=2"), "at most 1 can gather"),
         (("--expect", "lognormal"), "--expect is 'lognormal'"),
         (("--layers", "4"), "are needed together"),
+        (("--kv-on-host",), "--kv-on-host needs --kv-gbytes-per-s"),
         (("--roofline", "1,2"), "--roofline '1,2' is not"),
         (("--kv-tokens", "10"), "never fits into 10 tokens"),
     ],

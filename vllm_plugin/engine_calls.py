@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import msgspec
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequestType
 
 from vllm_plugin.device import profile_key
@@ -30,6 +31,7 @@ def dynaserve_describe(self: Any) -> dict[str, Any]:
     return {
         "dtype": key.dtype,
         "device": key.device,
+        "computes_on_host": bool(current_platform.is_cpu()),
         "parallelism": key.parallelism,
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "block_size": scheduler.block_size,

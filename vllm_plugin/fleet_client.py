@@ -520,7 +520,8 @@ class FleetClient(Failover):
         if (kv := record.kv) is not None and kv.push_ms and "beta_resumed" in record.timeline_ms:
             description = self._reference.description
             tokens = kv.bytes * description.block_size // kv.block_bytes
-            self._placer.learn_transfer(tokens, kv.push_ms / len(description.workers))
+            each_ms = kv.push_ms / len(description.workers)
+            self._placer.learn_transfer(tokens, each_ms, on_host=description.computes_on_host)
 
     def _on_instance(self, instance: str, now_ms: float) -> list[Live]:
         """Requests with a part there, as of some time ago: who uses them looks at each. Going through all for each instance would

@@ -158,22 +158,24 @@ void BindValues(nb::module_& m) {
   const Options usual;
   nb::class_<Options> options(m, "Options", "The policy, and what only some policies read.");
   options
-      .def(nb::init<Policy, double, std::int64_t, double, double, double,
+      .def(nb::init<Policy, double, std::int64_t, double, double, double, double,
                     std::optional<std::int64_t>, std::int64_t>(),
            "policy"_a, "ratio"_a = usual.ratio, nb::kw_only(),
            "prefill_instances"_a = usual.prefill_instances, "hand_off_ms"_a = usual.hand_off_ms,
-           "kv_token_ms"_a = usual.kv_token_ms, "tolerance_ms"_a = usual.tolerance_ms,
-           "gathering"_a = usual.gathering, "stride_tokens"_a = usual.stride_tokens)
+           "kv_token_ms"_a = usual.kv_token_ms, "kv_token_work_ms"_a = usual.kv_token_work_ms,
+           "tolerance_ms"_a = usual.tolerance_ms, "gathering"_a = usual.gathering,
+           "stride_tokens"_a = usual.stride_tokens)
       .def_ro("policy", &Options::policy)
       .def_ro("ratio", &Options::ratio)
       .def_ro("prefill_instances", &Options::prefill_instances)
       .def_ro("hand_off_ms", &Options::hand_off_ms)
       .def_ro("kv_token_ms", &Options::kv_token_ms)
+      .def_ro("kv_token_work_ms", &Options::kv_token_work_ms)
       .def_ro("tolerance_ms", &Options::tolerance_ms)
       .def_ro("gathering", &Options::gathering)
       .def_ro("stride_tokens", &Options::stride_tokens);
   AsValue(options, "policy", "ratio", "prefill_instances", "hand_off_ms", "kv_token_ms",
-          "tolerance_ms", "gathering", "stride_tokens");
+          "kv_token_work_ms", "tolerance_ms", "gathering", "stride_tokens");
 
   nb::class_<Progress> progress(m, "Progress",
                                 "How far a request is on an instance, as far as the caller knows.");
@@ -252,10 +254,10 @@ void BindScheduler(nb::module_& m) {
            "now_ms"_a,
            "A measured step moves the instance's cost scale.\nValueError: it has no tokens, or a "
            "time that is not positive.")
-      .def(
-          "set_kv_token_ms", &Scheduler::SetKvTokenMs, "kv_token_ms"_a,
-          "What it takes to move the KV of a token, as transfers told.\nValueError: it is negative "
-          "or not finite.")
+      .def("set_kv_token_ms", &Scheduler::SetKvTokenMs, "kv_token_ms"_a, nb::kw_only(),
+           "work_ms"_a = 0.0,
+           "What it takes to move the KV of a token, as transfers told, and of the steps of either "
+           "instance.\nValueError: one is negative or not finite.")
       .def("cost_scale", &Scheduler::CostScale, "instance_id"_a,
            "Latency of the instance's steps over the table's, as observed steps tell.")
       .def("reserved_tokens", &Scheduler::ReservedTokens, "instance_id"_a,

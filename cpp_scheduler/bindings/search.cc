@@ -109,9 +109,10 @@ void BindSearch(nb::module_& m) {
       .def_ro("slo", &SearchRequest::slo);
   const SearchOptions usual;
   nb::class_<SearchOptions>(m, "SearchOptions", "What the search knows beside the instances.")
-      .def(nb::init<double, double, double, double, std::int64_t, std::int64_t, double, double,
-                    double, double, double>(),
+      .def(nb::init<double, double, double, double, double, std::int64_t, std::int64_t, double,
+                    double, double, double, double>(),
            nb::kw_only(), "hand_off_ms"_a = usual.hand_off_ms, "kv_token_ms"_a = usual.kv_token_ms,
+           "kv_token_work_ms"_a = usual.kv_token_work_ms,
            "hand_off_price_ms"_a = usual.hand_off_price_ms,
            "hand_off_price_share"_a = usual.hand_off_price_share,
            "least_part_tokens"_a = usual.least_part_tokens,

@@ -30,14 +30,15 @@ void BindSimulator(nb::module_& m) {
 
   const SimulationOptions usual;
   nb::class_<SimulationOptions>(m, "SimulationOptions", "A simulated fleet.")
-      .def(nb::init<std::int64_t, bool, Options, EngineOptions, double, double, std::int64_t, bool,
-                    double, bool, double, double, double, double, double, std::uint64_t>(),
-           nb::kw_only(), "instances"_a, "round_robin"_a, "placement"_a, "engine"_a,
-           "hand_off_ms"_a, "kv_token_ms"_a = usual.kv_token_ms,
-           "kv_block_tokens"_a = usual.kv_block_tokens, "streams_kv"_a = usual.streams_kv,
-           "report_every_ms"_a = usual.report_every_ms, "revises"_a = usual.revises, "step_sigma"_a,
-           "drift_sigma"_a = usual.drift_sigma, "drift_ms"_a = usual.drift_ms, "tbt_slo_ms"_a,
-           "ttft_slo_ms"_a = usual.ttft_slo_ms, "seed"_a);
+      .def(
+          nb::init<std::int64_t, bool, Options, EngineOptions, double, double, double, std::int64_t,
+                   bool, double, bool, double, double, double, double, double, std::uint64_t>(),
+          nb::kw_only(), "instances"_a, "round_robin"_a, "placement"_a, "engine"_a, "hand_off_ms"_a,
+          "kv_token_ms"_a = usual.kv_token_ms, "kv_token_work_ms"_a = usual.kv_token_work_ms,
+          "kv_block_tokens"_a = usual.kv_block_tokens, "streams_kv"_a = usual.streams_kv,
+          "report_every_ms"_a = usual.report_every_ms, "revises"_a = usual.revises, "step_sigma"_a,
+          "drift_sigma"_a = usual.drift_sigma, "drift_ms"_a = usual.drift_ms, "tbt_slo_ms"_a,
+          "ttft_slo_ms"_a = usual.ttft_slo_ms, "seed"_a);
 
   nb::class_<SimulatedOutcome>(m, "SimulatedOutcome", "What became of a request; absolute times.")
       .def_ro("first_token_ms", &SimulatedOutcome::first_token_ms)

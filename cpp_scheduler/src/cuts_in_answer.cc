@@ -50,7 +50,10 @@ double SplitSearch::GuessInAnswer(const Sketch& alpha, const Sketch& beta, std::
   const auto more = static_cast<double>(split_token - request.prompt_tokens);
   Outcome outcome = PricedInAnswer(alpha, beta, split_token, request, options);
   outcome.ttft_ms = alpha.begins_ms + work_ms;
-  outcome.others_wait_ms = OthersWaitMs(alpha.begins_ms, work_ms, options.arrivals_per_ms);
+  const double moving_ms = options.MovingMs(split_token);
+  outcome.others_wait_ms =
+      OthersWaitMs(alpha.begins_ms, work_ms + moving_ms, options.arrivals_per_ms) +
+      beta.OthersWaitMs(moving_ms, options.arrivals_per_ms);
   outcome.hand_off_ms = options.hand_off_price_ms + options.hand_off_price_share * outcome.ttft_ms;
   const double end_ms = outcome.ttft_ms + more * alpha.decode_step_ms;
   const double last_tokens = more > 0.0 ? 1.0 : alpha.LastTokens(prompt);

@@ -71,9 +71,12 @@ class Look {
     // beta waits for alpha, others only for what is queued before them, and those that beta
     // overtakes for its prefill; one that resumes shares a step of decodes.
     const bool resumes = request_.prompt_tokens - split_token <= 1;
-    const double beta_ms = resumes ? 0.0 : Lasting(second->start_ms, second->prefill_end_ms);
+    const double took_ms = resumes ? 0.0 : Lasting(second->start_ms, second->prefill_end_ms);
+    // What is computed has left already.
+    const double moving_ms = options_.MovingMs(rest.prefill_tokens);
+    const double beta_ms = took_ms + moving_ms;
     outcome.others_wait_ms =
-        OthersWait(first->start_ms - now_ms_, Lasting(first->start_ms, first->end_ms)) +
+        OthersWait(first->start_ms - now_ms_, Lasting(first->start_ms, first->end_ms) + moving_ms) +
         OthersWait(beta_queue_ms_, beta_ms) + overtaken_ * beta_ms;
     cut.objective_ms = ObjectiveMs(outcome, request_.slo);
     return cut;

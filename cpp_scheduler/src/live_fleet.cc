@@ -241,6 +241,7 @@ SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) con
   SearchOptions options;
   options.hand_off_ms = options_.hand_off_ms;
   options.kv_token_ms = options_.kv_token_ms;
+  options.kv_token_work_ms = options_.kv_token_work_ms;
   options.arrivals_per_ms = recent_.Requests(now_ms) / static_cast<double>(instances);
   options.lost_share = plan_.lost_share;
   const double rate = plan_.prefill_rate;

@@ -34,6 +34,7 @@ const Options& Validated(const Options& options) {
   check("prefill_instances", static_cast<double>(options.prefill_instances));
   check("hand_off_ms", options.hand_off_ms);
   check("kv_token_ms", options.kv_token_ms);
+  check("kv_token_work_ms", options.kv_token_work_ms);
   check("tolerance_ms", options.tolerance_ms);
   check("gathering", static_cast<double>(options.gathering.value_or(0)));
   if (options.stride_tokens < 1) {
@@ -169,11 +170,12 @@ void Scheduler::ObserveStep(const InstanceId& instance_id, const BatchShape& sha
   if (live_) live_->ObserveStep(instance_id, shape, measured_ms, now_ms);
 }
 
-void Scheduler::SetKvTokenMs(double kv_token_ms) {
+void Scheduler::SetKvTokenMs(double kv_token_ms, double work_ms) {
   Options changed = options_;
   changed.kv_token_ms = kv_token_ms;
+  changed.kv_token_work_ms = work_ms;
   options_ = Validated(changed);
-  if (live_) live_->SetKvTokenMs(kv_token_ms);
+  if (live_) live_->SetKvTokenMs(kv_token_ms, work_ms);
 }
 
 double Scheduler::CostScale(const InstanceId& instance_id) const {

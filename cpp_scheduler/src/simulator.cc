@@ -81,6 +81,7 @@ class Simulation {
     }
     out_free_ms_.resize(count, 0.0);
     in_free_ms_.resize(count, 0.0);
+    moving_ms_.resize(count, 0.0);
     reported_ms_.resize(count, 0.0);
     pending_.resize(count);
   }
@@ -156,7 +157,8 @@ class Simulation {
     // Of an instance that learns the prediction is not what its steps take.
     const double usual_ms = Drifts() ? table_.StepMs(instance.shape()) : predicted_ms;
     const double noise = options_.step_sigma * Normal();
-    step_ms_[at] = usual_ms * std::exp(noise + DriftOf(at));
+    step_ms_[at] = usual_ms * std::exp(noise + DriftOf(at)) + moving_ms_[at];
+    moving_ms_[at] = 0.0;
     events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}, at});
   }
 
@@ -219,10 +221,12 @@ class Simulation {
     double& out_free_ms = out_free_ms_[from];
     double& in_free_ms = in_free_ms_[betas_[number]];
     const double start_ms = std::max({now_ms_, out_free_ms, in_free_ms});
-    const double end_ms =
-        start_ms + options_.kv_token_ms * static_cast<double>(until - sent_tokens_[number]);
-    out_free_ms = in_free_ms = arrived_ms_[number] = end_ms;
+    const auto tokens = static_cast<double>(until - sent_tokens_[number]);
+    out_free_ms = in_free_ms = arrived_ms_[number] = start_ms + options_.kv_token_ms * tokens;
     sent_tokens_[number] = until;
+    for (const std::uint32_t at : {from, betas_[number]}) {
+      moving_ms_[at] += options_.kv_token_work_ms * tokens;
+    }
   }
 
   void HandOff(std::uint32_t from, SimulatedSequence sequence) {
@@ -340,6 +344,7 @@ class Simulation {
   std::vector<InstanceId> ids_;
   std::vector<double> out_free_ms_;
   std::vector<double> in_free_ms_;
+  std::vector<double> moving_ms_;  // by instance: what its next step is longer by
   std::vector<double> reported_ms_;
   std::vector<Progress> progress_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
@@ -367,6 +372,9 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
         "hand_off_ms is " + std::to_string(options.hand_off_ms) + "; it must not be negative");
   Check(options.kv_token_ms >= 0.0 && std::isfinite(options.kv_token_ms),
         "kv_token_ms is " + std::to_string(options.kv_token_ms) + "; it must not be negative");
+  Check(options.kv_token_work_ms >= 0.0 && std::isfinite(options.kv_token_work_ms),
+        "kv_token_work_ms is " + std::to_string(options.kv_token_work_ms) +
+            "; it must not be negative");
   Check(
       options.kv_block_tokens >= 1,
       "kv_block_tokens is " + std::to_string(options.kv_block_tokens) + "; it must be at least 1");

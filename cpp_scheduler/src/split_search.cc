@@ -202,7 +202,9 @@ double SplitSearch::GuessCut(const Sketch& alpha, const Sketch& beta, std::int64
   const std::int64_t rest = request.prompt_tokens - split_token;
   const double start_ms = std::max(beta.BetaBeginsMs(rest), ready_ms + 0.5 * beta.decode_step_ms);
   const double work_ms = beta.BetaWorkMs(rest, beta_ms);
-  return PriceCut({alpha.begins_ms, alpha_ms, work_ms, start_ms + beta_ms}, beta, request, options);
+  const double moving_ms = options.MovingMs(split_token);
+  return PriceCut({alpha.begins_ms, alpha_ms, work_ms, moving_ms, start_ms + beta_ms}, beta,
+                  request, options);
 }
 
 double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
@@ -210,8 +212,9 @@ double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
   Outcome outcome = beta.priced;
   outcome.ttft_ms = times.ttft_ms;
   outcome.others_wait_ms =
-      OthersWaitMs(times.alpha_queue_ms, times.alpha_ms, options.arrivals_per_ms) +
-      beta.OthersWaitMs(times.beta_work_ms, options.arrivals_per_ms);
+      OthersWaitMs(times.alpha_queue_ms, times.alpha_ms + times.moving_ms,
+                   options.arrivals_per_ms) +
+      beta.OthersWaitMs(times.beta_work_ms + times.moving_ms, options.arrivals_per_ms);
   outcome.hand_off_ms = options.hand_off_price_ms + options.hand_off_price_share * outcome.ttft_ms;
   return ObjectiveMs(outcome, request.slo);
 }
@@ -291,11 +294,11 @@ Choice SplitSearch::ExactCut(std::span<const SearchInstance> instances, const Sk
   }
   const double beta_ms = decoding.BetaWorkMs(request.prompt_tokens - split_token,
                                              continued.prefill_end_ms - continued.start_ms);
+  const double alpha_ms = std::min(computed.prefill_end_ms, computed.end_ms) - computed.start_ms;
+  const double moving_ms = options.MovingMs(split_token);
   choice.outcome.others_wait_ms =
-      OthersWaitMs(computed.start_ms - now_ms,
-                   std::min(computed.prefill_end_ms, computed.end_ms) - computed.start_ms,
-                   options.arrivals_per_ms) +
-      decoding.OthersWaitMs(beta_ms, options.arrivals_per_ms);
+      OthersWaitMs(computed.start_ms - now_ms, alpha_ms + moving_ms, options.arrivals_per_ms) +
+      decoding.OthersWaitMs(beta_ms + moving_ms, options.arrivals_per_ms);
   choice.objective_ms = ObjectiveMs(choice.outcome, request.slo);
   choice.whole_objective_ms = kNever;
   return choice;
@@ -499,10 +502,10 @@ void SplitSearch::Chart(std::span<const SearchInstance> instances, Sketch& alpha
     const std::int64_t rest_tokens = request.prompt_tokens - split;
     const double start_ms = chart.StartMs(chart.ReadyMs(split), rest_tokens);
     const double beta_ms = chart.beta.TookMs(split_token + request.prompt_tokens - split);
-    const double work_ms = beta.BetaWorkMs(rest_tokens, beta_ms);
-    const double objective_ms =
-        PriceCut({alpha.begins_ms, chart.alpha.TookMs(split), work_ms, start_ms + beta_ms - now_ms},
-                 beta, request, options);
+    const CutTimes times{alpha.begins_ms, chart.alpha.TookMs(split),
+                         beta.BetaWorkMs(rest_tokens, beta_ms), options.MovingMs(split),
+                         start_ms + beta_ms - now_ms};
+    const double objective_ms = PriceCut(times, beta, request, options);
     drafts_.push_back({objective_ms, &alpha, &beta, split, false});
   };
   draft(split_token);

@@ -37,6 +37,7 @@ class Fleet:
     kv_tokens: int
     hand_off_ms: float
     kv_token_ms: float
+    kv_token_work_ms: float
     streams_kv: bool
     revises: bool
     expect: str
@@ -119,6 +120,7 @@ def _simulate(fleet: Fleet, opts: ReplayOptions) -> tuple[list[TraceRequest], Si
         engine=fleet.engine,
         hand_off_ms=fleet.hand_off_ms,
         kv_token_ms=fleet.kv_token_ms,
+        kv_token_work_ms=fleet.kv_token_work_ms,
         streams_kv=fleet.streams_kv,
         revises=fleet.revises,
         step_sigma=fleet.step_sigma,
@@ -160,7 +162,10 @@ def _fleet(args: argparse.Namespace) -> Fleet:
     slo_ms = args.tbt_slo_ms if args.batching == "slo" else math.inf
     expected_lengths.check(args.expect)
     kv_token_ms = 0.0 if args.kv_gbytes_per_s is None else args.kv_token_bytes / args.kv_gbytes_per_s / 1e6
-    placement = simulated_policy.parse(args.policy, args.instances, args.hand_off_ms, kv_token_ms)
+    if args.kv_on_host and not kv_token_ms:
+        raise ConfigError("--kv-on-host needs --kv-gbytes-per-s: moving KV takes as much of the steps")
+    kv_token_work_ms = kv_token_ms if args.kv_on_host else 0.0
+    placement = simulated_policy.parse(args.policy, args.instances, args.hand_off_ms, kv_token_ms, kv_token_work_ms)
     engine = EngineOptions(
         batching=Batching.slo if args.batching == "slo" else Batching.fixed_chunk,
         max_step_tokens=args.chunk,
@@ -179,6 +184,7 @@ def _fleet(args: argparse.Namespace) -> Fleet:
         kv_tokens=args.kv_tokens,
         hand_off_ms=args.hand_off_ms,
         kv_token_ms=kv_token_ms,
+        kv_token_work_ms=kv_token_work_ms,
         streams_kv=args.kv_transfer == "blocks",
         revises=not args.fixed_hand_offs,
         expect=args.expect,

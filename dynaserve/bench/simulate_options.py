@@ -90,6 +90,7 @@ def _add_fleet(group: Any) -> None:
     group.add_argument("--hand-off-ms", type=options.positive, default=2.0, metavar="MS", help="(default: 2)")
     group.add_argument("--kv-gbytes-per-s", type=options.positive, metavar="X", help="of an instance's link (default: no limit)")
     group.add_argument("--kv-token-bytes", type=options.positive, default=196608, metavar="N", help="of KV (default: 196608)")
+    group.add_argument("--kv-on-host", action="store_true", help="moving KV takes the time of steps of both instances, as on CPUs")
     group.add_argument(
         "--kv-transfer", choices=("blocks", "end"), default="blocks", help="each block when it is full, or all at the end (default: blocks)"
     )

@@ -10,7 +10,7 @@ from dynaserve.global_scheduler import Options, Policy, parse_policy
 FORMS = "'round-robin', 'fixed:RATIO:one-way', 'exhaustive', 'dynamic:gather=K' and 'exhaustive:gather=K'"
 
 
-def parse(text: str, instances: int, hand_off_ms: float, kv_token_ms: float) -> Options | None:
+def parse(text: str, instances: int, hand_off_ms: float, kv_token_ms: float, kv_token_work_ms: float) -> Options | None:
     """None: round robin. The scheduler knows what a hand-off costs. Raises ConfigError, naming the text and the accepted forms."""
     if text == "round-robin":
         return None
@@ -27,4 +27,12 @@ def parse(text: str, instances: int, hand_off_ms: float, kv_token_ms: float) -> 
         except ValueError as error:
             raise ConfigError(f"{error}, {FORMS}") from error
         policy, ratio, prefilling = known.policy, known.ratio, known.prefill_instances
-    return Options(policy, ratio, prefill_instances=prefilling, hand_off_ms=hand_off_ms, kv_token_ms=kv_token_ms, gathering=gathering)
+    return Options(
+        policy,
+        ratio,
+        prefill_instances=prefilling,
+        hand_off_ms=hand_off_ms,
+        kv_token_ms=kv_token_ms,
+        kv_token_work_ms=kv_token_work_ms,
+        gathering=gathering,
+    )

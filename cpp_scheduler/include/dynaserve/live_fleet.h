@@ -47,7 +47,10 @@ class LiveFleet {
   void Learn(const ProfileTable& table, double now_ms);
 
   // What it takes to move the KV of a token, as transfers told.
-  void SetKvTokenMs(double kv_token_ms) { options_.kv_token_ms = kv_token_ms; }
+  void SetKvTokenMs(double kv_token_ms, double work_ms) {
+    options_.kv_token_ms = kv_token_ms;
+    options_.kv_token_work_ms = work_ms;
+  }
 
   // What comes lately to this front-end, cut by hand or not, is what plans and prices go by.
   void CountArrival(const RequestSpec& request, double now_ms);

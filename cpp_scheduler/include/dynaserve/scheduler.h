@@ -82,9 +82,9 @@ class Scheduler {
   void ObserveStep(const InstanceId& instance_id, const BatchShape& shape, double measured_ms,
                    double now_ms);
 
-  // Replaces Options::kv_token_ms.  Throws std::invalid_argument unless it is finite and not
-  // negative.
-  void SetKvTokenMs(double kv_token_ms);
+  // Replaces Options::kv_token_ms and kv_token_work_ms.  Throws std::invalid_argument unless they
+  // are finite and not negative.
+  void SetKvTokenMs(double kv_token_ms, double work_ms);
 
   // Latency of the instance's steps over the table's, as they were observed; 1 if none was.
   double CostScale(const InstanceId& instance_id) const;

@@ -39,7 +39,8 @@ struct SimulationOptions {
   Options placement;
   EngineOptions engine;
   double hand_off_ms = 2.0;
-  double kv_token_ms = 0.0;           // on a link; 0: bandwidth is no limit
+  double kv_token_ms = 0.0;       // on a link; 0: bandwidth is no limit
+  double kv_token_work_ms = 0.0;  // by which moving it lengthens the next step of both instances
   std::int64_t kv_block_tokens = 16;  // tokens that leave together
   bool streams_kv = true;             // false: all KV leaves at alpha's end
   double report_every_ms = 200.0;     // infinity: never

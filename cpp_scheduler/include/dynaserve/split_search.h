@@ -41,7 +41,8 @@ struct SearchRequest {
 // What the search knows beside the instances.
 struct SearchOptions {
   double hand_off_ms = 5.0;            // from alpha's last token to beta's readiness, at the least
-  double kv_token_ms = 0.0;            // to move the KV of a token (KvThereMs)
+  double kv_token_ms = 0.0;            // to move the KV of a token (KvThereMs),
+  double kv_token_work_ms = 0.0;       // and what it takes of either instance's steps
   double hand_off_price_ms = 20.0;     // what a cut has to gain, and this share of its TTFT:
   double hand_off_price_share = 0.05;  // predictions err
   std::int64_t least_part_tokens = 16;
@@ -53,6 +54,11 @@ struct SearchOptions {
   // By the table, of the decodes of an instance alone, were the fleet's spread evenly: where
   // nothing is gathered, they are kept level.  infinity: not so.
   double level_step_ms = std::numeric_limits<double>::infinity();
+
+  // What a hand-off of so many tokens takes of either instance's steps.
+  double MovingMs(std::int64_t tokens) const {
+    return kv_token_work_ms * static_cast<double>(tokens);
+  }
 };
 
 // A candidate that was predicted exactly.
@@ -137,7 +143,7 @@ class SplitSearch {
     std::int64_t split_token = 0;
   };
   struct CutTimes {
-    double alpha_queue_ms, alpha_ms, beta_work_ms, ttft_ms;
+    double alpha_queue_ms, alpha_ms, beta_work_ms, moving_ms, ttft_ms;
   };
   struct Ranked {
     double queue_ms;

@@ -139,9 +139,10 @@ struct Options {
   double ratio = 0.5;  // in [0, 1]; read by kFixed only
   // Of kDisaggregated, 0: half of them.  Of kFixed, 0: alphas and betas run anywhere.
   std::int64_t prefill_instances = 0;
-  double hand_off_ms = 5.0;   // shortest time from alpha's last token to beta's readiness
-  double kv_token_ms = 0.0;   // to move the KV of one token (split_search.h, KvThereMs)
-  double tolerance_ms = 5.0;  // read by kPaper only: |T1 - T2| that is as good as 0
+  double hand_off_ms = 5.0;       // shortest time from alpha's last token to beta's readiness
+  double kv_token_ms = 0.0;       // to move the KV of one token (split_search.h, KvThereMs),
+  double kv_token_work_ms = 0.0;  // and what that takes of the steps of either instance
+  double tolerance_ms = 5.0;      // read by kPaper only: |T1 - T2| that is as good as 0
   // Instances that gather decodes, whatever the fleet plan would say; read by kDynamic and
   // kExhaustive.
   std::optional<std::int64_t> gathering = std::nullopt;
