@@ -823,7 +823,7 @@ class Scheduler:
         ValueError: it has no tokens, or a time that is not positive.
         """
 
-    def set_kv_token_ms(self, kv_token_ms: float, *, work_ms: float = 0.0) -> None:
+    def set_kv_token_ms(self, kv_token_ms: float, *, work_ms: float) -> None:
         """
         What it takes to move the KV of a token, as transfers told, and of the steps of either instance.
         ValueError: one is negative or not finite.

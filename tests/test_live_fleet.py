@@ -148,11 +148,11 @@ def busy_for_minutes(scheduler: GlobalScheduler) -> tuple[list[PlacementReason],
 
 def test_a_busy_fleet_whose_kv_moves_too_slowly_cuts_nothing() -> None:
     scheduler = fleet(Policy.dynamic)
-    scheduler.set_kv_token_ms(5000.0)
+    scheduler.set_kv_token_ms(5000.0, work_ms=0.0)
     assert busy_for_minutes(scheduler)[0].count(PlacementReason.levels_prefill) == 0
     for impossible in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"^kv_token_ms is "):
-            scheduler.set_kv_token_ms(impossible)
+            scheduler.set_kv_token_ms(impossible, work_ms=0.0)
         with pytest.raises(ValueError, match=r"^kv_token_work_ms is "):
             scheduler.set_kv_token_ms(0.0, work_ms=impossible)
 
@@ -170,7 +170,7 @@ def test_a_busy_fleet_whose_steps_hand_offs_lengthen_cuts_less() -> None:
 def test_links_that_do_not_carry_the_prompts_end_gathering(kv_token_ms: float, gathers: bool) -> None:
     """Ten tokens a millisecond come; 33 or 3 are carried."""
     scheduler = fleet(Policy.dynamic)
-    scheduler.set_kv_token_ms(kv_token_ms)
+    scheduler.set_kv_token_ms(kv_token_ms, work_ms=0.0)
     _, betas = busy_for_minutes(scheduler)
     most = max(betas[-40:].count(name) for name in ("i0", "i1"))
     assert (most >= 36) == gathers

@@ -225,7 +225,7 @@ def test_what_moving_kv_takes_is_told_by_large_transfers_and_followed() -> None:
     told: list[tuple[float, float]] = []
 
     class Scheduler(GlobalScheduler):
-        def set_kv_token_ms(self, kv_token_ms: float, *, work_ms: float = 0.0) -> None:
+        def set_kv_token_ms(self, kv_token_ms: float, *, work_ms: float) -> None:
             told.append((kv_token_ms, work_ms))
 
     placer = RequestPlacer(Scheduler(Options(Policy.dynamic), ProfileTable(ROOFLINE)), LengthPredictor(), predicts=True)

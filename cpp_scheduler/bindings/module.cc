@@ -254,8 +254,7 @@ void BindScheduler(nb::module_& m) {
            "now_ms"_a,
            "A measured step moves the instance's cost scale.\nValueError: it has no tokens, or a "
            "time that is not positive.")
-      .def("set_kv_token_ms", &Scheduler::SetKvTokenMs, "kv_token_ms"_a, nb::kw_only(),
-           "work_ms"_a = 0.0,
+      .def("set_kv_token_ms", &Scheduler::SetKvTokenMs, "kv_token_ms"_a, nb::kw_only(), "work_ms"_a,
            "What it takes to move the KV of a token, as transfers told, and of the steps of either "
            "instance.\nValueError: one is negative or not finite.")
       .def("cost_scale", &Scheduler::CostScale, "instance_id"_a,

@@ -202,9 +202,12 @@ double SplitSearch::GuessCut(const Sketch& alpha, const Sketch& beta, std::int64
   const std::int64_t rest = request.prompt_tokens - split_token;
   const double start_ms = std::max(beta.BetaBeginsMs(rest), ready_ms + 0.5 * beta.decode_step_ms);
   const double work_ms = beta.BetaWorkMs(rest, beta_ms);
-  const double moving_ms = options.MovingMs(split_token);
-  return PriceCut({alpha.begins_ms, alpha_ms, work_ms, moving_ms, start_ms + beta_ms}, beta,
-                  request, options);
+  return PriceCut({.alpha_queue_ms = alpha.begins_ms,
+                   .alpha_ms = alpha_ms,
+                   .beta_work_ms = work_ms,
+                   .moving_ms = options.MovingMs(split_token),
+                   .ttft_ms = start_ms + beta_ms},
+                  beta, request, options);
 }
 
 double SplitSearch::PriceCut(const CutTimes& times, const Sketch& beta,
@@ -502,9 +505,11 @@ void SplitSearch::Chart(std::span<const SearchInstance> instances, Sketch& alpha
     const std::int64_t rest_tokens = request.prompt_tokens - split;
     const double start_ms = chart.StartMs(chart.ReadyMs(split), rest_tokens);
     const double beta_ms = chart.beta.TookMs(split_token + request.prompt_tokens - split);
-    const CutTimes times{alpha.begins_ms, chart.alpha.TookMs(split),
-                         beta.BetaWorkMs(rest_tokens, beta_ms), options.MovingMs(split),
-                         start_ms + beta_ms - now_ms};
+    const CutTimes times{.alpha_queue_ms = alpha.begins_ms,
+                         .alpha_ms = chart.alpha.TookMs(split),
+                         .beta_work_ms = beta.BetaWorkMs(rest_tokens, beta_ms),
+                         .moving_ms = options.MovingMs(split),
+                         .ttft_ms = start_ms + beta_ms - now_ms};
     const double objective_ms = PriceCut(times, beta, request, options);
     drafts_.push_back({objective_ms, &alpha, &beta, split, false});
   };

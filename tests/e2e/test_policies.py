@@ -39,3 +39,10 @@ def test_a_policy_that_predicts_records_its_reason_and_what_it_expected(
         assert (len(record["expected"]["candidates"]) > 1) == (policy == "dynamic")
     assert history.exists()
     fleet.wait_until_empty()
+
+
+def test_instances_on_a_cpu_tell_that_moving_kv_takes_the_time_of_steps(fleet: FleetUnderTest) -> None:
+    for instance in fleet.instances:
+        description = instance.get("/dynaserve/instance").json()
+        assert all("cpu " in worker["kv_layout"] for worker in description["workers"])
+        assert description["computes_on_host"] is True
