@@ -268,9 +268,9 @@ def test_a_hand_off_is_looked_at_when_its_turn_is_near() -> None:
     def revised(at_ms: float) -> list[str]:
         return [name for name in waiting if scheduler.revise(name, at_ms) is not None]
 
-    assert revised(now_ms + 250.0) == waiting[:4]
+    assert revised(now_ms + 250.0) == waiting[:3]
     assert revised(now_ms + 450.0) == [], "more than four steps of prefill come before the next"
-    assert revised(now_ms + 2000.0) == waiting[4:5]
+    assert revised(now_ms + 2000.0) == waiting[3:4]
 
 
 def test_no_hand_off_is_looked_at_again_before_all_were() -> None:

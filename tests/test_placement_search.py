@@ -303,6 +303,31 @@ def test_a_decode_above_the_level_of_the_fleet_makes_all_of_its_instance_late() 
     assert late_ms(29, options, own_key=1_000_000) == pytest.approx(thirty_ms)  # it is not among them yet
 
 
+def test_what_waits_for_a_seat_counts_where_decodes_are_kept_level() -> None:
+    options = SearchOptions(mean_context_tokens=1000.0, level_step_ms=_decodes_ms(ProfileTable(A100), 20, 1000.0))
+    full = ExecutionPredictor(ProfileTable(A100), InstanceLimits(step_ms=50.0, max_requests=24))
+    running = [VirtualRequest(key=key, context_tokens=800, decode_tokens=3) for key in range(24)]
+    waiting = [VirtualRequest(key=100 + key, prefill_tokens=50, decode_tokens=400) for key in range(6)]
+    full.replace(running, [*waiting, VirtualRequest(key=200, prefill_tokens=50)], NOW_MS)  # the last one decodes elsewhere
+    found = SplitSearch().try_whole([SearchInstance(full)], 0, request_of(300), options, NOW_MS)
+    assert found.outcome.decodes_late_ms == late_ms(30, options)
+
+
+def test_a_beta_that_takes_a_seat_keeps_others_waiting_until_an_answer_ends() -> None:
+    def others_wait_ms(waiting: int, seats: int) -> float:
+        full = ExecutionPredictor(ProfileTable(A100), InstanceLimits(step_ms=50.0, max_requests=seats))
+        running = [VirtualRequest(key=key, context_tokens=800, decode_tokens=40 + key) for key in range(20)]
+        prompts = [VirtualRequest(key=100 + key, prefill_tokens=50, decode_tokens=400) for key in range(waiting)]
+        full.replace(running, prompts, NOW_MS)
+        instances = [SearchInstance(decoding(0)), SearchInstance(full)]
+        options = SearchOptions(arrivals_per_ms=0.001)
+        return SplitSearch().try_cut(instances, 0, 1, 299, request_of(300, output=200), options, NOW_MS).outcome.others_wait_ms
+
+    seat_ms = 200 * _decodes_ms(ProfileTable(A100), 20, 800.0) / 20
+    assert others_wait_ms(3, 20) - others_wait_ms(0, 20) == pytest.approx(3 * seat_ms, rel=0.05)
+    assert others_wait_ms(3, 30) - others_wait_ms(0, 30) < 3 * 20.0
+
+
 def test_a_slow_instance_has_its_share_of_the_decodes() -> None:
     options = SearchOptions(mean_context_tokens=1000.0, level_step_ms=_decodes_ms(ProfileTable(A100), 20, 1000.0))
     assert late_ms(19, options, cost_scale=1.2) == 0.0

@@ -199,8 +199,8 @@ def test_hand_offs_are_revised_unless_they_are_to_stay() -> None:
 def test_hand_offs_inside_the_answer_are_not_revised() -> None:
     rng, requests = random.Random(1), []
     for number in range(60):
-        requests.append((100.0 * number, rng.randint(20, 4000), rng.randint(20, 400)))
-    instance = engine(Batching.slo, 2048, 64, 20_000, 50.0)
+        requests.append((60.0 * number, rng.randint(20, 4000), rng.randint(20, 400)))
+    instance = engine(Batching.slo, 2048, 16, 60_000, 50.0)
     result = run(requests, instance, Options(Policy.exhaustive), instances=2, roofline=A100_14B)
     cuts = [outcome.split_token for outcome in result.outcomes]
     assert any(cut is not None and cut >= prompt for cut, (_, prompt, _) in zip(cuts, requests, strict=True))

@@ -18,7 +18,7 @@ class Rival:
 
 
 DEFAULT = Rival("stock's default chunk", (STOCK,))
-_TUNED = [chunk for chunk in CHUNKS if chunk != 384]
+_TUNED = [chunk for chunk in CHUNKS if chunk not in (96, 384)]
 TUNED = Rival(f"the best of chunks {', '.join(map(str, _TUNED))} and disaggregation", (*map(fixed, _TUNED), DISAGGREGATED))
 UNCUT = Rival("SLO-aware colocation", (SLO_COLOCATED,))
 ALL = Rival("the best of all baselines", tuple(name for name in CANDIDATES if name != OURS))

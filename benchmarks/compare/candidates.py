@@ -18,8 +18,8 @@ START_TIMEOUT_S = 900.0
 MOST_TOKENS = 4096
 """Of a request, prompt and answer."""
 OURS, STOCK, SLO_COLOCATED, DISAGGREGATED = "dynamic", "stock", "slo-colocated", "disaggregated"
-CHUNKS = (64, 128, 256, 384, 512, 1024)
-"""The first two are 256 and 512 where lengths are divided by four."""
+CHUNKS = (64, 96, 128, 256, 384, 512, 1024)
+"""The first three are 256, 384 and 512 where lengths are divided by four."""
 
 
 @dataclass(frozen=True)

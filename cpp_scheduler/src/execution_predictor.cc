@@ -201,6 +201,14 @@ double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens
   return state.now_ms + static_cast<double>(steps) * cost_scale_ * table_->StepMs(halfway);
 }
 
+double ExecutionPredictor::SeatMs(double now_ms, std::int64_t context_tokens,
+                                  std::int64_t answer_tokens) {
+  if (AdmittedMs(now_ms, context_tokens, true) <= base_.now_ms) return 0.0;
+  const auto decodes = static_cast<std::int64_t>(base_.decodes.size());
+  const double step_ms = cost_scale_ * table_->StepMs({0, 0.0, decodes, base_.decode_context});
+  return static_cast<double>(answer_tokens) * step_ms / static_cast<double>(decodes);
+}
+
 ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms,
                                                       std::optional<std::uint64_t> without) {
   const State& tail = Tail(now_ms);
@@ -218,6 +226,19 @@ ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms,
     load.decode_context_tokens -= decode.end_context - (decode.end_step - tail.step);
   }
   return load;
+}
+
+std::int64_t ExecutionPredictor::Answers(double now_ms, std::optional<std::uint64_t> without) {
+  Advance(base_, now_ms);
+  const auto answers = [&](const VirtualRequest& request) {
+    return request.key != without && (request.decode_tokens > 0 || request.resumes());
+  };
+  auto count = std::ranges::count_if(base_.decodes,
+                                     [&](const Decode& decode) { return decode.key != without; });
+  count += std::ranges::count_if(base_.prefills,
+                                 [&](const Prefill& prefill) { return answers(prefill.request); });
+  count += std::ranges::count_if(base_.waiting, answers);
+  return count;
 }
 
 std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std::uint64_t> before) {

@@ -23,7 +23,9 @@ class Look {
         on_alpha_(search.PriceDecoding(pending.alpha, request, options, now_ms)),
         on_beta_(search.PriceDecoding(pending.beta, request, options, now_ms)),
         beta_queue_ms_(pending.beta.predictor->PrefillFreeMs(now_ms) - now_ms),
-        overtaken_(static_cast<double>(pending.beta.predictor->BeforeBeta(now_ms).requests)) {}
+        overtaken_(static_cast<double>(pending.beta.predictor->BeforeBeta(now_ms).requests)),
+        seat_ms_(pending.beta.predictor->SeatMs(now_ms, request.prompt_tokens,
+                                                request.expected_output_tokens)) {}
 
   bool possible() const { return standing_ && standing_->prefill_tokens > 0; }
   std::int64_t computed() const { return standing_->context_tokens; }
@@ -69,7 +71,7 @@ class Look {
     outcome.ttft_ms = pending_.waited_ms + cut.left_ms;
     outcome.hand_off_ms = options_.hand_off_price_ms + options_.hand_off_price_share * cut.left_ms;
     // beta waits for alpha, others only for what is queued before them, and those that beta
-    // overtakes for its prefill; one that resumes shares a step of decodes.
+    // overtakes for its prefill and its seat; one that resumes shares a step of decodes.
     const bool resumes = request_.prompt_tokens - split_token <= 1;
     const double took_ms = resumes ? 0.0 : Lasting(second->start_ms, second->prefill_end_ms);
     // What is computed has left already.
@@ -77,7 +79,7 @@ class Look {
     const double beta_ms = took_ms + moving_ms;
     outcome.others_wait_ms =
         OthersWait(first->start_ms - now_ms_, Lasting(first->start_ms, first->end_ms) + moving_ms) +
-        OthersWait(beta_queue_ms_, beta_ms) + overtaken_ * beta_ms;
+        OthersWait(beta_queue_ms_, beta_ms) + overtaken_ * (beta_ms + seat_ms_);
     cut.objective_ms = ObjectiveMs(outcome, request_.slo);
     return cut;
   }
@@ -99,6 +101,7 @@ class Look {
   const Outcome on_alpha_, on_beta_;
   const double beta_queue_ms_;
   const double overtaken_;
+  const double seat_ms_;
 };
 
 }  // namespace

@@ -148,7 +148,7 @@ void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
 // With one decode more.
 double LiveFleet::EvenStepMs() const {
   const auto decodes = static_cast<std::int64_t>(
-      std::ceil(smoothed_decodes_ / static_cast<double>(planned_instances_)) + 1.0);
+      std::ceil(smoothed_answers_ / static_cast<double>(planned_instances_)) + 1.0);
   const double context = static_cast<double>(decodes) * mean_context_tokens_;
   return table_->StepMs({0, 0.0, decodes, std::llround(context)});
 }
@@ -158,7 +158,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   const double kept = std::exp2(-(now_ms - smoothed_ms_) / kPlanEveryMs);
   planned_ms_ = smoothed_ms_ = now_ms;
   planned_instances_ = accepting.size();
-  std::int64_t decodes = 0, context = 0;
+  std::int64_t decodes = 0, context = 0, answers = 0;
   struct Gatherer {
     Instance* instance;
     std::int64_t decodes;
@@ -169,9 +169,11 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     const ExecutionPredictor::Load then = instance.predictor->LoadThen(now_ms);
     decodes += then.decodes;
     context += then.decode_context_tokens;
+    answers += instance.predictor->Answers(now_ms);
     order.push_back({&instance, then.decodes});
   }
   smoothed_decodes_ = kept * smoothed_decodes_ + (1.0 - kept) * static_cast<double>(decodes);
+  smoothed_answers_ = kept * smoothed_answers_ + (1.0 - kept) * static_cast<double>(answers);
   FleetDemand demand;
   demand.instances = static_cast<std::int64_t>(accepting.size());
   demand.decodes = smoothed_decodes_;

@@ -43,9 +43,10 @@ VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
 }
 
 // How much later, per step, the decodes of an instance are for one more.  Where the fleet's are
-// kept level, all of them, by what their step is longer than if they were; else the others, by what
-// it adds to a step beyond the limit.  By the context that a decode of the fleet has on average:
-// young decodes grow old together, and what is about to end is soon no load.
+// kept level, all of them, and all that wait there, as they are going to decode: by what their step
+// is longer than if the fleet's were even.  Else the others, by what it adds to a step beyond the
+// limit.  By the context that a decode of the fleet has on average: young decodes grow old
+// together, and what is about to end is soon no load.
 double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
                      const SearchOptions& options) {
   const double scale = predictor.cost_scale();
@@ -129,7 +130,9 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     sketch.decode_step_ms =
         scale * predictor.table().StepMs(
                     {0, 0.0, load.decodes + 1, load.decode_context_tokens + request.prompt_tokens});
-    sketch.decodes_late_ms = DecodesLateMs(predictor, load.decodes, options);
+    const bool levels = std::isfinite(options.level_step_ms);
+    sketch.decodes_late_ms = DecodesLateMs(
+        predictor, levels ? predictor.Answers(now_ms, instance.own_key) : load.decodes, options);
     sketch.limit_ms = std::isfinite(limits.step_ms) ? limits.step_ms : 0.0;
     sketch.room_tokens = static_cast<double>(limits.kv_tokens - instance.promised_tokens);
     sketch.row = row;
@@ -144,6 +147,8 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     sketch.beta_begins_ms =
         std::max(before.step_ms - now_ms + before_steps * sketch.full_step_ms, sketch.beta_seat_ms);
     sketch.overtaken = static_cast<double>(before.requests);
+    sketch.seat_ms =
+        predictor.SeatMs(now_ms, request.prompt_tokens, request.expected_output_tokens);
     sketch.cached_tokens = std::min(instance.cached_tokens, request.prompt_tokens - 1);
     sketch.priced = Priced(sketch, request, options);
     sketches_.push_back(sketch);

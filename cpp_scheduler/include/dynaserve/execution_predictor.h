@@ -159,6 +159,10 @@ class ExecutionPredictor {
   // is looked at.
   double AdmittedMs(double now_ms, std::int64_t context_tokens, bool is_beta = false);
 
+  // How much longer they wait that wait for a seat now, for one that another takes with so much KV
+  // for so long an answer: until the next answer of that length ends.  0: nobody waits for one.
+  double SeatMs(double now_ms, std::int64_t context_tokens, std::int64_t answer_tokens);
+
   // What a beta that came now would find.
   struct Overtaken {
     double step_ms = 0.0;             // when the next step begins
@@ -177,6 +181,9 @@ class ExecutionPredictor {
   };
   // The decode of the request `without` is left out.
   Load LoadThen(double now_ms, std::optional<std::uint64_t> without = std::nullopt);
+
+  // Requests that decode there now, or are going to; `without` is left out.
+  std::int64_t Answers(double now_ms, std::optional<std::uint64_t> without = std::nullopt);
 
   // What a step beside these decodes, scaled as the instance's are, takes of this work alone: of a
   // step's limits and the table's latencies, unscaled.

@@ -184,7 +184,8 @@ class LiveFleet {
   double planned_ms_ = kNeverPlanned;
   double smoothed_ms_ = kNeverPlanned;
   std::size_t planned_instances_ = 0;
-  double smoothed_decodes_ = 0.0;
+  double smoothed_decodes_ = 0.0;     // that run once the queues are over,
+  double smoothed_answers_ = 0.0;     // and that run now or are going to
   double mean_context_tokens_ = 0.0;  // of a decode, when it was planned
   double level_step_ms_ = std::numeric_limits<double>::infinity();  // SearchOptions has it
 

@@ -23,7 +23,8 @@ struct SplitSearch::Sketch {
   double queue_ms = 0.0;        // until the prefills are done that are there
   double begins_ms = 0.0;       // until a newcomer would begin, as far as is known,
   double beta_begins_ms = 0.0;  // and one that has begun elsewhere: before those that wait,
-  double overtaken = 0.0;       // which are so many
+  double overtaken = 0.0;       // which are so many,
+  double seat_ms = 0.0;         // and wait so much longer for a seat that it takes
   double full_step_ms = 0.0;    // a step with as much prefill as pays
   double empty_step_ms = 0.0;   // one with a single token of it
   double full_step_tokens = 1.0;
@@ -70,7 +71,8 @@ struct SplitSearch::Sketch {
   }
   // What a beta of so much work makes others wait: those that come, and those it overtakes.
   double OthersWaitMs(double work_ms, double arrivals_per_ms) const {
-    return dynaserve::OthersWaitMs(queue_ms, work_ms, arrivals_per_ms) + overtaken * work_ms;
+    return dynaserve::OthersWaitMs(queue_ms, work_ms, arrivals_per_ms) +
+           overtaken * (work_ms + seat_ms);
   }
   double TokenMs() const { return full_step_ms / full_step_tokens; }
   double PartOfStepMs(double whole_ms, std::int64_t tokens, std::int64_t most,
