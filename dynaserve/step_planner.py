@@ -89,7 +89,8 @@ class StepPlanner:
         if table is not None and predicted_ms is not None and shape.decodes:
             self.margin.count(shape.decodes, at_limit=plan.reason in _AT_LIMIT and plan.prefill_tokens > 0)
             # A step of decodes alone is far from any deadline, and shorter, so that the same pause is a larger error.
-            if plan.prefill_tokens:
+            # A fit to a few steps that are alike may predict nothing for another kind, as for a prompt of a single token.
+            if plan.prefill_tokens and predicted_ms > 0:
                 self.margin.observe(predicted_ms, measured_ms, table.sigma)
         self.profile.observe(shape, measured_ms)
 

@@ -314,3 +314,18 @@ def test_a_parked_alpha_neither_counts_as_a_decode_nor_shortens_steps(tmp_path: 
     assert engine.step()["prompt"] > 500
     plan_of_step = engine.scheduler.prepare_step(engine.now_s)
     assert not plan_of_step.late
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_step_that_was_scheduled_before_the_answer_ended_does_not_count(tmp_path: Path, pipelined: bool) -> None:
+    engine = instance(tmp_path, slo=False, pipelined=pipelined)
+    engine.add("r", PROMPT, 40, **{EXTRA_ARG: msgspec.to_builtins(Plan("alpha", PROMPT + 20, "t", "torch"))})
+    params = engine.scheduler.requests["r"].sampling_params
+    params.stop_token_ids = [7]  # what the virtual machine samples
+    scheduled = sum(engine.step().get("r", 0) for _ in range(3))
+    assert scheduled == PROMPT + pipelined
+    engine.sent_back.add("r")
+    while not engine.carriers:
+        engine.step()
+    (carrier,) = engine.carriers
+    assert [event["computed_tokens"] for event in carrier.kv_transfer_params[EXTRA_ARG]] == [PROMPT]

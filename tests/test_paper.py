@@ -49,12 +49,11 @@ def test_streaming_kv_saves_most_of_the_wait(grid: Path, tmp_path: Path) -> None
 
 
 def test_dynamic_is_compared_with_the_best_of_the_baselines(grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "SLOS_MS", ("100",))
-    monkeypatch.setattr(baselines, "FIRST_PER_S", {"mini-reasoning": 2.0})
     kept = ("chunk 256", "SLO-aware colocation", "dynamic")
     monkeypatch.setattr(baselines, "SYSTEMS", {name: baselines.SYSTEMS[name] for name in kept})
     out = tmp_path / "baselines.csv"
-    command("baselines", "--gpu-grid", str(grid), "--traces", str(tmp_path), "--requests", "40", "--output", str(out))
+    common = ("--gpu-grid", str(grid), "--traces", str(tmp_path), "--requests", "40", "--output", str(out))
+    command("baselines", *common, "--workloads", "mini-reasoning", "--tbt-slo-ms", "100")
     with out.open() as file:
         rows = {row["what"]: float(row["here"]) for row in csv.DictReader(file)}
     capacity = {name: rows[f"mini-reasoning at 100 ms: {name}, requests/s"] for name in kept}
@@ -73,3 +72,10 @@ def test_bad_data_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.Capt
         command("table1", "--gpu-grid", str(tmp_path / "none.csv"), "--traces", str(tmp_path))
     assert end.value.code == 2
     assert "none.csv: cannot be read" in capsys.readouterr().err
+
+
+def test_a_workload_that_a_table_does_not_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command("plans", "--gpu-grid", str(tmp_path / "grid.csv"), "--traces", str(tmp_path), "--workloads", "mooncake")
+    assert end.value.code == 2
+    assert "none of mooncake" in capsys.readouterr().err

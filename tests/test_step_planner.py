@@ -153,6 +153,19 @@ def test_a_server_that_began_with_nothing_keeps_its_deadlines_after_some_hundred
     assert late <= 10, "a hundredth of the steps may be late"
 
 
+def test_a_step_of_which_the_table_predicts_nothing_is_learnt() -> None:
+    """Decodes that took as long as their contexts are long say nothing about a prompt of one token, whose step has no context."""
+    live = planner()
+    for context in range(31, 31 + WARM_UP_STEPS + LEAST_SAMPLES):
+        live.profile.observe(BatchShape(decodes=1, decode_context_tokens=context), context / 4)
+    one_token = BatchShape(decodes=1)
+    plan = live.plan(NO_DECODES, [PrefillWork(1)], now_s=0.0)
+    assert live.profile.table is not None
+    predicted_ms = live.profile.table.step_ms(one_token)
+    assert (plan.prefill_tokens, predicted_ms) == (1, 0.0)
+    live.observe(one_token, plan, predicted_ms, measured_ms=8.0)
+
+
 def test_steps_may_be_late_more_often_where_few_use_up_their_time() -> None:
     table = ProfileTable(MACHINE)
     busy, resting = planner(table), planner(table)

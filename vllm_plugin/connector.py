@@ -155,7 +155,8 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        return self.micro.end(request.request_id), None
+        # Of steps that are under way (asynchronous scheduling): their tokens are thrown away.
+        return self.micro.end(request.request_id, request.num_in_flight_tokens), None
 
     # -- worker half ---------------------------------------------------------------------------------------------------
 

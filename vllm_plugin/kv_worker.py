@@ -84,7 +84,7 @@ class KvWorker:
         self.bell.close()
 
     def _fence(self) -> Callable[[], None] | None:
-        """On CPU the forward pass is complete when the connector is called; on CUDA it is only launched (not run here)."""
+        """On CPU the forward pass is complete when the connector is called; on CUDA it is only launched."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()

@@ -258,12 +258,16 @@ class MicroRequests:
         micro = self.by_id.get(request_id)
         return micro is not None and not micro.received
 
-    def end(self, request_id: str) -> bool:
-        """The engine is done with the request. True: a worker may still touch its blocks; `settle` follows."""
+    def end(self, request_id: str, in_flight_tokens: int) -> bool:
+        """The engine is done with the request. True: a worker may still touch its blocks; `settle` follows.
+
+        in_flight_tokens: scheduled in steps that are not over; nobody asks for them any more, and they do not count as computed.
+        """
         micro = self.by_id.get(request_id)
         if micro is None:
             return False
         micro.ended = True
+        micro.computed_tokens -= in_flight_tokens
         self.parked.pop(request_id, None)
         if micro.exposed and not micro.received:
             transfer_id = micro.plan.transfer_id

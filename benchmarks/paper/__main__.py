@@ -52,11 +52,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the trace files")
     parser.add_argument("--requests", type=options.whole(1), default=2000, metavar="N", help="of each run (default: 2000)")
     parser.add_argument("--repetitions", type=options.whole(1), default=1, metavar="N", help="of each search (default: 1)")
+    tables = "of `baselines`, `oracle` and `plans`"
+    parser.add_argument("--workloads", nargs="+", choices=baselines.FIRST_PER_S, metavar="NAME", help=f"{tables} (default: all)")
+    parser.add_argument("--tbt-slo-ms", nargs="+", default=setting.SLOS_MS, metavar="MS", help=f"{tables} (default: 100 50)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as CSV")
     args = parser.parse_args(arguments)
     rows: list[Row] = []
     try:
-        for row in COMMANDS[args.what](Bench(args.gpu_grid, args.traces, args.requests, args.repetitions)):
+        bench = Bench(args.gpu_grid, args.traces, args.requests, args.repetitions, workloads=args.workloads, slos_ms=args.tbt_slo_ms)
+        for row in COMMANDS[args.what](bench):
             rows.append(row)
             print(f"{row.what}: {row.here:.4g}", file=sys.stderr, flush=True)
     except ConfigError as error:

@@ -10,7 +10,6 @@ from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, Bench, R
 
 LEAST = 0.97
 """Of the best baseline's capacity."""
-SLOS_MS = ("100", "50")
 CHUNKS = ("256", "384", "512", "1024", "2048")
 FIRST_PER_S = {
     "azure-code": 4.0,
@@ -37,8 +36,8 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 def baselines(bench: Bench) -> Iterator[Row]:
     """Capacity of each fixed chunk, disaggregation, SLO-aware colocation and dynamic, by workload and SLO; at least 0.97 is wanted."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the simulator lets other threads run meanwhile
-        for workload, first in FIRST_PER_S.items():
-            for slo_ms in SLOS_MS:
+        for workload, first in bench.chosen(FIRST_PER_S).items():
+            for slo_ms in bench.slos_ms:
                 started = {
                     name: pool.submit(bench.capacity, workload, first, "--tbt-slo-ms", slo_ms, *system) for name, system in SYSTEMS.items()
                 }

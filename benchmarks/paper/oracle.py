@@ -20,7 +20,6 @@ SEEDS = tuple(map(str, range(1, 11)))
 WARM_UP = 0.2
 """Of the time in which requests arrive: not counted."""
 WITHIN = 0.01
-SLOS_MS = ("100", "50")
 PLANNED = {**WORKLOADS, "azure-conv": 6.0, "hybrid": 4.0, "table1-prefill": 1.0}
 
 
@@ -32,8 +31,8 @@ def oracle(bench: Bench) -> Iterator[Row]:
     The error is the standard error of the seeds' own ratios.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the simulator lets other threads run meanwhile
-        for slo_ms in SLOS_MS:
-            for workload, first in FIRST_PER_S.items():
+        for slo_ms in bench.slos_ms:
+            for workload, first in bench.chosen(FIRST_PER_S).items():
                 found = _overloaded(bench, pool, workload, first, slo_ms)
                 best = max(ORACLES, key=lambda policy: fmean(found[policy]))
                 ratio = fmean(found["dynamic"]) / fmean(found[best])
@@ -73,8 +72,8 @@ def sustained_tokens_per_s(run: SimulatedRun) -> float:
 
 def plans(bench: Bench) -> Iterator[Row]:
     """Capacity over that of SLO-aware colocation: dynamic, each fixed number of gathering instances, disaggregation."""
-    for slo_ms in SLOS_MS:
-        for workload, first in PLANNED.items():
+    for slo_ms in bench.slos_ms:
+        for workload, first in bench.chosen(PLANNED).items():
             slo = ("--tbt-slo-ms", slo_ms)
             colocated = bench.capacity(workload, first, *slo, *SLO_AWARE)
             yield Row(f"{workload} at {slo_ms} ms: SLO-aware colocation, requests/s", colocated)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 from dynaserve.bench import simulate
 from dynaserve.bench.simulate import SimulatedRun
 from dynaserve.bench.simulated import SimulatedSummary
+from dynaserve.errors import ConfigError
 
 CALIBRATION = ("--cost-scale", "1.2", "--max-running", "128")
 """Chosen so that the six throughputs of Table 1 fit, and used for everything else."""
@@ -20,6 +21,7 @@ CHUNKS = ("256", "512", "1024", "2048")
 DISAGGREGATED = ("--policy", "disaggregated", "--chunk", "2048")
 DYNAMIC = ("--policy", "dynamic", "--batching", "slo")
 SLO_AWARE = ("--policy", "colocated", "--batching", "slo")
+SLOS_MS = ("100", "50")
 WORKLOADS = {"azure-code": 4.0, "bursty-chat": 4.0, "arxiv-summarization": 3.0, "mini-reasoning": 2.5}
 """Of Figures 8 and 9, and the rate that a search begins with."""
 
@@ -64,13 +66,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the data is, and how long each run is. requests None: all that the workload has, or --duration-s."""
+    """Where the data is, and how long each run is.
+
+    requests None: all that the workload has, or --duration-s. workloads, slos_ms: of a table over many; workloads None: all of it.
+    """
 
     grid: Path
     traces: Path
     requests: int | None
     repetitions: int
     model: Model = MODELS["14b"]
+    workloads: Sequence[str] | None = None
+    slos_ms: Sequence[str] = SLOS_MS
+
+    def chosen(self, first_per_s: Mapping[str, float]) -> dict[str, float]:
+        """Of a table's workloads those that are wanted. Raises ConfigError where it has none of them."""
+        chosen = {name: rate for name, rate in first_per_s.items() if self.workloads is None or name in self.workloads}
+        if not chosen:
+            raise ConfigError(f"--workloads: this table has {', '.join(first_per_s)}, none of {', '.join(self.workloads or ())}")
+        return chosen
 
     def options(self, workload: str, *more: str) -> list[str]:
         model = self.model

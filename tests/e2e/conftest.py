@@ -22,6 +22,8 @@ CHUNK_TOKENS = 64
 LORA = ["--enable-lora", "--max-lora-rank", "8"]
 ON_CUDA = ["--attention-backend", "TRITON_ATTN", "--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]
 """The backend that computes in float32; both instances are on the one GPU. Without adapters."""
+ENV_ON_CUDA = {"TRITON_F32_DEFAULT": "ieee"}
+"""Otherwise Triton multiplies float32 as TF32: a token's logprobs differ by up to 0.008 then between batches, of uncut requests as well."""
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +48,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
             *([] if DEVICE == "cuda" else [*LORA, "--lora-modules", f"{ADAPTER}={adapter}"]),
         ],
         max_model_len=2048,
-        env={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
+        env={
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            **(ENV_ON_CUDA if DEVICE == "cuda" else {}),
+        },
         log_dir=tmp_path_factory.mktemp("fleet"),
     )
     with local:
