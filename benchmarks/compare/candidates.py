@@ -18,6 +18,8 @@ START_TIMEOUT_S = 900.0
 MOST_TOKENS = 4096
 """Of a request, prompt and answer."""
 OURS, STOCK, SLO_COLOCATED, DISAGGREGATED = "dynamic", "stock", "slo-colocated", "disaggregated"
+BEHIND_OURS = "colocated-64"
+"""As `stock-64`, but with our front-end before it: what that costs on the cores that it shares with the instances."""
 CHUNKS = (64, 96, 128, 256, 384, 512, 1024)
 """The first three are 256, 384 and 512 where lengths are divided by four."""
 
@@ -45,6 +47,7 @@ CANDIDATES = {
     STOCK: Candidate(),
     **{fixed(chunk): Candidate(chunk=chunk) for chunk in CHUNKS},
     "colocated": Candidate("colocated"),
+    BEHIND_OURS: Candidate("colocated", chunk=64),
     SLO_COLOCATED: Candidate("colocated", slo_batches=True),
     DISAGGREGATED: Candidate("disaggregated", slo_batches=True),
     "paper": Candidate("paper", slo_batches=True, predicts=True),
