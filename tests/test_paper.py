@@ -79,3 +79,11 @@ def test_a_workload_that_a_table_does_not_have_is_refused(tmp_path: Path, capsys
         command("plans", "--gpu-grid", str(tmp_path / "grid.csv"), "--traces", str(tmp_path), "--workloads", "mooncake")
     assert end.value.code == 2
     assert "none of mooncake" in capsys.readouterr().err
+
+
+def test_a_part_of_a_table_that_has_no_parts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in (("--workloads", "mooncake"), ("--tbt-slo-ms", "50")):
+        with pytest.raises(SystemExit) as end:
+            command("table1", "--gpu-grid", str(tmp_path / "grid.csv"), "--traces", str(tmp_path), *part)
+        assert end.value.code == 2
+        assert "are of baselines, oracle, plans, not of table1" in capsys.readouterr().err

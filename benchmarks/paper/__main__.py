@@ -38,6 +38,9 @@ COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "baselines": baselines.baselines,
 }
 
+OVER_MANY = ("baselines", "oracle", "plans")
+"""Those of which --workloads and --tbt-slo-ms take a part."""
+
 
 def main(arguments: Sequence[str]) -> None:
     """Ends with exit status 2 for bad options."""
@@ -52,14 +55,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the trace files")
     parser.add_argument("--requests", type=options.whole(1), default=2000, metavar="N", help="of each run (default: 2000)")
     parser.add_argument("--repetitions", type=options.whole(1), default=1, metavar="N", help="of each search (default: 1)")
-    tables = "of `baselines`, `oracle` and `plans`"
+    tables = f"of {', '.join(OVER_MANY)}"
     parser.add_argument("--workloads", nargs="+", choices=baselines.FIRST_PER_S, metavar="NAME", help=f"{tables} (default: all)")
-    parser.add_argument("--tbt-slo-ms", nargs="+", default=setting.SLOS_MS, metavar="MS", help=f"{tables} (default: 100 50)")
+    parser.add_argument("--tbt-slo-ms", nargs="+", metavar="MS", help=f"{tables} (default: 100 50)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as CSV")
     args = parser.parse_args(arguments)
+    if args.what not in OVER_MANY and (args.workloads or args.tbt_slo_ms):
+        parser.error(f"--workloads and --tbt-slo-ms are {tables}, not of {args.what}")
+    slos_ms = args.tbt_slo_ms or setting.SLOS_MS
     rows: list[Row] = []
     try:
-        bench = Bench(args.gpu_grid, args.traces, args.requests, args.repetitions, workloads=args.workloads, slos_ms=args.tbt_slo_ms)
+        bench = Bench(args.gpu_grid, args.traces, args.requests, args.repetitions, workloads=args.workloads, slos_ms=slos_ms)
         for row in COMMANDS[args.what](bench):
             rows.append(row)
             print(f"{row.what}: {row.here:.4g}", file=sys.stderr, flush=True)

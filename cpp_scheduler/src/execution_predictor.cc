@@ -201,9 +201,8 @@ double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens
   return state.now_ms + static_cast<double>(steps) * cost_scale_ * table_->StepMs(halfway);
 }
 
-double ExecutionPredictor::SeatMs(double now_ms, std::int64_t context_tokens,
-                                  std::int64_t answer_tokens) {
-  if (AdmittedMs(now_ms, context_tokens, true) <= base_.now_ms) return 0.0;
+double ExecutionPredictor::SeatMs(double admitted_ms, std::int64_t answer_tokens) const {
+  if (admitted_ms <= base_.now_ms) return 0.0;
   const auto decodes = static_cast<std::int64_t>(base_.decodes.size());
   const double step_ms = cost_scale_ * table_->StepMs({0, 0.0, decodes, base_.decode_context});
   return static_cast<double>(answer_tokens) * step_ms / static_cast<double>(decodes);

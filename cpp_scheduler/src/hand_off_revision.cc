@@ -24,8 +24,9 @@ class Look {
         on_beta_(search.PriceDecoding(pending.beta, request, options, now_ms)),
         beta_queue_ms_(pending.beta.predictor->PrefillFreeMs(now_ms) - now_ms),
         overtaken_(static_cast<double>(pending.beta.predictor->BeforeBeta(now_ms).requests)),
-        seat_ms_(pending.beta.predictor->SeatMs(now_ms, request.prompt_tokens,
-                                                request.expected_output_tokens)) {}
+        seat_ms_(pending.beta.predictor->SeatMs(
+            pending.beta.predictor->AdmittedMs(now_ms, request.prompt_tokens, true),
+            request.expected_output_tokens)) {}
 
   bool possible() const { return standing_ && standing_->prefill_tokens > 0; }
   std::int64_t computed() const { return standing_->context_tokens; }

@@ -143,12 +143,12 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     const ExecutionPredictor::Overtaken before = predictor.BeforeBeta(now_ms);
     const double before_steps =
         std::ceil(static_cast<double>(before.prefill_tokens) / sketch.full_step_tokens);
-    sketch.beta_seat_ms = predictor.AdmittedMs(now_ms, request.prompt_tokens, true) - now_ms;
+    const double admitted_ms = predictor.AdmittedMs(now_ms, request.prompt_tokens, true);
+    sketch.beta_seat_ms = admitted_ms - now_ms;
     sketch.beta_begins_ms =
         std::max(before.step_ms - now_ms + before_steps * sketch.full_step_ms, sketch.beta_seat_ms);
     sketch.overtaken = static_cast<double>(before.requests);
-    sketch.seat_ms =
-        predictor.SeatMs(now_ms, request.prompt_tokens, request.expected_output_tokens);
+    sketch.seat_ms = predictor.SeatMs(admitted_ms, request.expected_output_tokens);
     sketch.cached_tokens = std::min(instance.cached_tokens, request.prompt_tokens - 1);
     sketch.priced = Priced(sketch, request, options);
     sketches_.push_back(sketch);

@@ -159,9 +159,10 @@ class ExecutionPredictor {
   // is looked at.
   double AdmittedMs(double now_ms, std::int64_t context_tokens, bool is_beta = false);
 
-  // How much longer they wait that wait for a seat now, for one that another takes with so much KV
-  // for so long an answer: until the next answer of that length ends.  0: nobody waits for one.
-  double SeatMs(double now_ms, std::int64_t context_tokens, std::int64_t answer_tokens);
+  // How much longer those who wait for a seat do so for each that somebody takes before them: until
+  // one more of the answers, of so many tokens each, ends.  admitted_ms: of AdmittedMs(), a beta's.
+  // 0: there is a free one.
+  double SeatMs(double admitted_ms, std::int64_t answer_tokens) const;
 
   // What a beta that came now would find.
   struct Overtaken {
