@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
+import msgspec
 import psutil
 import pytest
 
@@ -26,6 +27,7 @@ from dynaserve.kv_transfer.transport import KvLayers, PushNumber, Transport, Tra
 from dynaserve.kv_transfer.transports import make_transport
 from tests.cut_sockets import cut_sockets
 from tests.device import DEVICE
+from tests.transports import TRANSPORTS
 
 torch = pytest.importorskip("torch")
 
@@ -253,7 +255,6 @@ class Local(Numbers):
 
 
 Pair = tuple[Remote | Local, Remote | Local]
-TRANSPORTS = ["torch", *([pytest.param("mooncake", marks=pytest.mark.mooncake)] if DEVICE == "cpu" else [])]
 WORKERS = {"processes": Remote, "one process": Local}
 
 
@@ -288,7 +289,7 @@ def patient_pair(where: str) -> Iterator[Pair]:
 
 def start_move(a: Remote | Local, b: Remote | Local, local: list[int], remote: list[int]) -> Callable[[], None]:
     from_a, to_b = a.call("endpoint"), b.call("endpoint")
-    receiving = None if "mooncake" in to_b.transports else b.start("receive", from_a, remote)
+    receiving = None if {"mooncake", "same-host"} & set(to_b.transports) else b.start("receive", from_a, remote)
     pushing = a.start("push", to_b, local, remote)
 
     def finish() -> None:
@@ -778,6 +779,69 @@ def test_a_one_sided_push_to_a_stopped_peer_ends_and_later_ones_arrive(monkeypat
     b.stop()
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="same-host moves caches on CPUs")
+class TestSameHost:
+    """What is its own."""
+
+    def test_a_stopped_peer_is_written_to(self) -> None:
+        a, b = Local("same-host", "worker-15", 15), Remote("same-host", "worker-16", 16)
+        peer, stopped = b.call("endpoint"), psutil.Process(b.process.pid)
+        suspend(stopped)
+        try:
+            a.call("push", peer, [3], [4])
+        finally:
+            stopped.resume()
+        assert b.call("block", 4) == a.call("block", 3)
+        a.stop()
+        b.stop()
+
+    def test_more_stretches_than_one_call_takes_arrive(self) -> None:
+        kv = [KvLayers(list(torch.randint(256, (3, 3000, 8), dtype=torch.uint8))) for _ in range(2)]
+        a, b = (make_transport("same-host", f"worker-{i}", "127.0.0.1", kv[i]) for i in range(2))
+        sources, targets = list(range(0, 3000, 2)), list(range(2999, 0, -2))
+        before = kv[1].layers[2][::2].clone()
+        a.push(WorkerEndpoint("worker-1", "tcp://nowhere", {"same-host": b.address()}), sources, targets, None)
+        for source, target in zip(kv[0].layers, kv[1].layers, strict=True):
+            assert torch.equal(source[sources], target[targets])
+        assert torch.equal(kv[1].layers[2][::2], before)
+        a.close()
+        b.close()
+
+    def test_only_a_process_that_has_made_itself_a_target_is_written_to(self) -> None:
+        a, b = Local("same-host", "worker-17", 17), Remote("same-host", "worker-18", 18)
+        true = msgspec.json.decode(b.call("endpoint").transports["same-host"])
+        content = msgspec.json.encode({"worker_id": "worker-18", "layers": [0] * LAYERS})
+        forged = os.memfd_create("another-name")
+        os.write(forged, content)
+        for false in (true | {"fd": 0}, {"pid": os.getpid(), "fd": forged}, {"pid": os.getpid(), "fd": 9999}, {"pid": 1, "fd": 0}):
+            peer = WorkerEndpoint("worker-18", "tcp://nowhere", {"same-host": msgspec.json.encode(false).decode()})
+            with pytest.raises(TransportError, match="there is no such worker among the processes of this user on this machine"):
+                a.call("push", peer, [1], [2])
+        with pytest.raises(TransportError, match="no such worker"):  # a process that has the number of one that has ended
+            a.call("push", WorkerEndpoint("worker-19", "tcp://nowhere", b.call("endpoint").transports), [1], [2])
+        with pytest.raises(TransportError, match="worker-18 in the memory of this machine failed"):
+            a.call("push", WorkerEndpoint("worker-18", "tcp://nowhere", {"same-host": "somewhere"}), [1], [2])
+        assert_moves(a, b, 1, 2)
+        os.close(forged)
+        a.stop()
+        b.stop()
+
+    def test_memory_that_is_not_there_fails_the_push(self) -> None:
+        a = Local("same-host", "worker-20", 20)
+        fd = os.memfd_create("dynaserve-kv-layers")
+        os.write(fd, msgspec.json.encode({"worker_id": "worker-21", "layers": [4096] * LAYERS}))
+        address = msgspec.json.encode({"pid": os.getpid(), "fd": fd}).decode()
+        with pytest.raises(TransportError, match="worker-21 in the memory of this machine failed"):
+            a.call("push", WorkerEndpoint("worker-21", "tcp://nowhere", {"same-host": address}), [1], [2])
+        os.close(fd)
+        a.stop()
+
+    def test_a_cache_on_another_device_is_refused(self) -> None:
+        kv = KvLayers([torch.empty(4, 8, dtype=torch.uint8, device="meta")])
+        with pytest.raises(TransportUnavailable, match="moves caches in the memory of the host, and this one is on meta"):
+            make_transport("same-host", "w", "127.0.0.1", kv)
+
+
 def listening() -> set[Any]:
     return {c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
@@ -792,7 +856,7 @@ def test_the_torch_transport_listens_on_its_host_only() -> None:
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'pigeon' is neither one of torch, mooncake nor a module:Class"):
+    with pytest.raises(ConfigError, match="'pigeon' is neither one of torch, same-host, mooncake nor a module:Class"):
         make_transport("pigeon", "w", "127.0.0.1", make_kv(0))
 
 

@@ -107,7 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(PluginOptions().transports),
         metavar="NAME",
-        help="ways to move KV, best first: torch (torch.distributed's Gloo, through the host's memory), mooncake",
+        help="ways to move KV, best first: torch (torch.distributed's Gloo, through the host's memory), mooncake, "
+        "same-host (between CPU instances on one machine)",
     )
 
     group.add_argument(

@@ -15,6 +15,8 @@ from dynaserve.local.fleet import INDEX, FleetFailed, LocalFleet
 from dynaserve.machine import fast_dtype
 
 START_TIMEOUT_S = 900.0
+TRANSPORT = "same-host"
+"""Of our instances: their cores compute the steps, too, and with `torch` the one that receives KV takes time from its decodes."""
 MOST_TOKENS = 4096
 """Of a request, prompt and answer."""
 OURS, STOCK, SLO_COLOCATED, DISAGGREGATED = "dynamic", "stock", "slo-colocated", "disaggregated"
@@ -125,7 +127,8 @@ def _own_profile(folder: Path, index: str) -> Path:
 
 
 def _instance_args(candidate: Candidate, tbt_slo_ms: float, folder: Path) -> list[str]:
+    args = [] if candidate.policy is None else ["--dynaserve-transports", TRANSPORT]
     if candidate.slo_batches:
-        slo = ["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{tbt_slo_ms:g}"]
-        return [*slo, "--dynaserve-profile", str(_own_profile(folder, INDEX))]
-    return [] if candidate.chunk is None else ["--max-num-batched-tokens", str(candidate.chunk)]
+        args += ["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{tbt_slo_ms:g}"]
+        args += ["--dynaserve-profile", str(_own_profile(folder, INDEX))]
+    return args if candidate.chunk is None else [*args, "--max-num-batched-tokens", str(candidate.chunk)]

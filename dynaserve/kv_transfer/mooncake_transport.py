@@ -18,15 +18,15 @@ for `late_write_s` of its own time.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from dynaserve.kv_transfer.block_runs import stretches
 from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError, TransportUnavailable, WorkerEndpoint
 
 PROTOCOL_VARIABLE = "DYNASERVE_MOONCAKE_PROTOCOL"
@@ -87,16 +87,8 @@ class MooncakeTransport:
         number: PushNumber | None,  # noqa: ARG002 - one-sided
     ) -> None:
         address = self._peers.get(peer.worker_id) or self._learn(peer)
-        sources: list[int] = []
-        targets: list[int] = []
-        lengths: list[int] = []
-        runs = list(_runs(local_blocks, remote_blocks))
-        for layer, remote in zip(self._kv.layers, address.layers, strict=True):
-            stride, width = layer.stride(0), layer.shape[1]
-            for local_start, remote_start, blocks in runs if stride == width else _single(runs):
-                sources.append(layer.data_ptr() + local_start * stride)
-                targets.append(remote + remote_start * stride)
-                lengths.append((blocks - 1) * stride + width)
+        pieces = list(stretches(self._kv, address.layers, local_blocks, remote_blocks))
+        sources, targets, lengths = (list(each) for each in zip(*pieces, strict=True))
         failure = self._write(address.session, sources, targets, lengths)
         if failure is not None:
             raise TransportError(f"push to worker {peer.worker_id} at {address.session} failed: {failure}")
@@ -159,19 +151,3 @@ def _regions(kv: KvLayers) -> list[tuple[int, int]]:
     """(address, bytes) of every piece of memory that holds layers; several layers often share one."""
     storages = {layer.untyped_storage().data_ptr(): layer.untyped_storage().nbytes() for layer in kv.layers}
     return sorted(storages.items())
-
-
-def _runs(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first local, first remote, length) of the stretches in which both sides count up by one."""
-    pairs = zip(local_blocks, remote_blocks, strict=True)
-    numbered = enumerate(pairs)
-    for _, group in itertools.groupby(numbered, key=lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
-        run = [pair for _, pair in group]
-        yield run[0][0], run[0][1], len(run)
-
-
-def _single(runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The same blocks one by one, for layers whose blocks do not follow each other in memory."""
-    for local, remote, blocks in runs:
-        for i in range(blocks):
-            yield local + i, remote + i, 1

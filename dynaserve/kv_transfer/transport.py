@@ -5,7 +5,7 @@ inside of a block depends on the instruction set, so a slice of tokens means not
 
 Two kinds of transport exist:
 
-* one-sided (`one_sided = True`, Mooncake): `push` writes straight into the peer's cache; the peer does
+* one-sided (`one_sided = True`; Mooncake, same-host): `push` writes straight into the peer's cache; the peer does
   nothing and learns from a control message, sent after the write, that the blocks are there.
 * two-sided (torch.distributed): `push` only completes while the peer is in `receive`; the control
   message that names the blocks, and the push, therefore travels *before* the data.

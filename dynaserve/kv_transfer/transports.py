@@ -9,6 +9,7 @@ from dynaserve.kv_transfer.transport import KvLayers, Transport
 
 TRANSPORTS = {
     "torch": "dynaserve.kv_transfer.torch_transport:TorchTransport",
+    "same-host": "dynaserve.kv_transfer.same_host_transport:SameHostTransport",
     "mooncake": "dynaserve.kv_transfer.mooncake_transport:MooncakeTransport",
 }
 

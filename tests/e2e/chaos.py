@@ -24,13 +24,12 @@ import httpx
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
 from dynaserve.metrics_page import total
-from tests.conftest import mooncake_missing
 from tests.cut_sockets import cut_sockets
 from tests.e2e.fleet import NO_KEEP_ALIVE, FleetUnderTest, prompt_of, wait_for
 from tests.e2e.soak import PARAMS, Question
+from tests.transports import OFFERED
 
 INSTANCES = 3
-TRANSPORTS = ("torch",) if mooncake_missing() else ("torch", "mooncake")
 CLIENTS = 16
 LONGEST_ANSWER = 120
 LONG_ANSWER = 500
@@ -197,7 +196,7 @@ def chaos_fleet(log_dir: Path, instances: int = INSTANCES, shutdown_timeout_s: s
             "--dynaserve-fleet-secret-file",
             str(secret),
             "--dynaserve-transports",
-            *TRANSPORTS,
+            *OFFERED,
         ],
         frontend_args=["--fleet-secret-file", str(secret)],
         max_model_len=640,
@@ -255,7 +254,7 @@ class Chaos:
         question = rng.choice(self.questions)
         outputs = rng.randrange(2, len(question.answer) + 1)
         split = rng.choice([0, rng.randrange(len(question.prompt) + outputs)])
-        body = self._body(question, outputs, split, rng.choice(TRANSPORTS)) | {"stream": True, "request_id": name}
+        body = self._body(question, outputs, split, rng.choice(OFFERED)) | {"stream": True, "request_id": name}
         asked.release()
         got: list[int] = []
         try:

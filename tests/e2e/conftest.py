@@ -11,11 +11,11 @@ import pytest
 
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
-from tests.conftest import mooncake_missing
 from tests.device import DEVICE
 from tests.e2e.adapter import ADAPTER, write_adapter
 from tests.e2e.bit_flip import BitFlip
 from tests.e2e.fleet import NO_KEEP_ALIVE, RUNNING_SLOTS, FleetUnderTest
+from tests.transports import OFFERED
 
 REPOSITORY = Path(__file__).parents[2]
 CHUNK_TOKENS = 64
@@ -31,7 +31,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
     model = random_model(smollm2(), cache_dir() / "random-llama", seed=1)
     adapter = tmp_path_factory.mktemp("adapter")
     write_adapter(model, adapter, seed=3)
-    transports = ["torch", *([] if mooncake_missing() else ["mooncake"]), BitFlip.name]
     local = LocalFleet(
         model,
         vllm_args=[
@@ -40,7 +39,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
             "--max-num-seqs",
             str(RUNNING_SLOTS),
             "--dynaserve-transports",
-            *transports,
+            *OFFERED,
+            BitFlip.name,
             *(ON_CUDA if DEVICE == "cuda" else LORA),
         ],
         frontend_args=[

@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.chaos import NOTICED_S, ChaosFleet, chaos, chaos_fleet, kill_all, kill_frontend
 from tests.e2e.fleet import prompt_of
 from tests.e2e.stopped_sender import stop_before_hand_over
+from tests.transports import TRANSPORTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -28,7 +29,7 @@ def test_requests_survive_what_happens_to_one_of_three_instances(chaotic: ChaosF
     assert min(noticed_s for kind, noticed_s in run.noticed_s if kind in deaths) < NOTICED_S
 
 
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_sender_that_is_stopped_before_it_hands_over_harms_nobody(chaotic: ChaosFleet, transport: str) -> None:
     kept_blocks = stop_before_hand_over(chaotic, SEED, transport)
     assert kept_blocks or transport == "torch", "a one-sided sender writes by itself where it was granted to"

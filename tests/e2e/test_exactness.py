@@ -11,12 +11,12 @@ import pytest
 
 from tests.e2e.bit_flip import BitFlip
 from tests.e2e.fleet import BLOCK, Answer, FleetUnderTest, alike, prompt_of
+from tests.transports import TRANSPORTS
 
 pytestmark = pytest.mark.engine
 
 OUTPUT_TOKENS = 40
 PROMPT_TOKENS = (1, 31, 32, 33, 200, 700)
-TRANSPORTS = ("torch", pytest.param("mooncake", marks=pytest.mark.mooncake))
 
 
 def cuts(prompt_tokens: int) -> list[int]:

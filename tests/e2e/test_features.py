@@ -11,11 +11,11 @@ import pytest
 
 from tests.e2e.features import FEATURES, README, with_table
 from tests.e2e.fleet import BLOCK, FleetUnderTest, alike, prompt_of
+from tests.transports import TRANSPORTS
 
 P = 70
 PROMPT = prompt_of(P, seed=21)
 CUTS = ("1", "block-1", "block", "block+1", "P-1", "P", "P+1", "P+7", "L-2")
-TRANSPORTS = ("torch", pytest.param("mooncake", marks=pytest.mark.mooncake))
 RUNS_ON = ("stop",)
 """The front-end ends these: the instance may have computed some tokens more."""
 

@@ -10,22 +10,20 @@ import pytest
 
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import cache_dir, random_model, smollm2
-from tests.conftest import mooncake_missing
 from tests.e2e.fleet import NO_KEEP_ALIVE, FleetUnderTest, prompt_of
+from tests.transports import OFFERED, TRANSPORTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 P = 100
-TRANSPORTS = ("torch", pytest.param("mooncake", marks=pytest.mark.mooncake))
 
 
 @pytest.fixture(scope="module")
 def parallel_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
     model = random_model(smollm2(), cache_dir() / "random-llama", seed=1)
-    transports = ["torch", *([] if mooncake_missing() else ["mooncake"])]
     local = LocalFleet(
         model,
-        vllm_args=["--tensor-parallel-size", "2", "--max-num-batched-tokens", "64", "--dynaserve-transports", *transports],
+        vllm_args=["--tensor-parallel-size", "2", "--max-num-batched-tokens", "64", "--dynaserve-transports", *OFFERED],
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         max_model_len=512,
         log_dir=tmp_path_factory.mktemp("parallel"),

@@ -12,8 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.e2e.chaos import INSTANCES, TRANSPORTS, VIOLENCE, ChaosFleet, chaos, chaos_fleet, kill_all, kill_frontend
+from tests.e2e.chaos import INSTANCES, VIOLENCE, ChaosFleet, chaos, chaos_fleet, kill_all, kill_frontend
 from tests.e2e.stopped_sender import stop_before_hand_over
+from tests.transports import OFFERED
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def _endings(fleet: ChaosFleet, seed: int) -> None:
-    for transport in TRANSPORTS:
+    for transport in OFFERED:
         kept_blocks = stop_before_hand_over(fleet, seed, transport)
         print(
             f"a sender over {transport} stopped before it handed over: no token differs; {kept_blocks} blocks were kept from others",
