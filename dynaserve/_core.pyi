@@ -778,8 +778,12 @@ class Scheduler:
         ValueError: the request is already placed, or a token count is out of range.
         """
 
-    def finish(self, request_id: str, now_ms: float = 0.0) -> None:
-        """Releases what `place` reserved; unknown ids are ignored."""
+    def finish(self, request_id: str, now_ms: float = 0.0, output_tokens: int = 0) -> None:
+        """
+        Releases what `place` reserved; unknown ids are ignored.
+
+        output_tokens: of an answer that ended by itself or at its limit; 0: it did not, and tells nothing about lengths.
+        """
 
     def report(self, instance_id: str, progress: Sequence[Progress], now_ms: float) -> None:
         """Actual progress on an instance replaces the predicted."""

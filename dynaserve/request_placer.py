@@ -242,7 +242,7 @@ class RequestPlacer:
 
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""
-        self.scheduler.finish(request_id, now_ms)
+        self.scheduler.finish(request_id, now_ms, output_tokens or 0)
         query = self._queries.pop(request_id, None)
         self._slos.pop(request_id, None)
         self._replayed_tokens.pop(request_id, None)

@@ -431,6 +431,28 @@ def test_a_fleet_slower_than_its_table_keeps_up_with_fewer_answers() -> None:
     assert gathering(2.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("gap_ms", "expected", "had", "gathers"),
+    [(50.0, 200, 50, 1), (50.0, 200, 200, 0), (50.0, 200, 0, 0), (400.0, 800, 1600, 0), (400.0, 800, 800, 1), (400.0, 800, 0, 1)],
+)
+def test_a_plan_reckons_with_answers_as_they_turn_out(gap_ms: float, expected: int, had: int, gathers: int) -> None:
+    """had: output tokens of those that have ended; 0: it is not told. At most some three a millisecond can be gathered on one instance."""
+    scheduler = fleet(Policy.dynamic)
+    for name in ("i0", "i1"):
+        scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000, max_requests=64)))
+    for number in range(150):
+        if number >= 60:
+            scheduler.finish(str(number - 60), gap_ms * number, had)
+        last = placed(scheduler, request(str(number), 900, expected), gap_ms * number)
+    assert last.prediction is not None
+    assert last.prediction.gathering == gathers
+
+
+def test_an_answer_of_less_than_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"output_tokens is -1, outside \[0, "):
+        fleet(Policy.dynamic).finish("r", 0.0, -1)
+
+
 @pytest.mark.parametrize("small", ["i0", "i1"])
 def test_no_more_decodes_are_gathered_than_the_smallest_instance_holds(small: str) -> None:
     scheduler = fleet(Policy.dynamic)

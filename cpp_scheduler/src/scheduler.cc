@@ -119,8 +119,9 @@ std::optional<Placement> Scheduler::Place(const RequestSpec& request, double now
   return placement;
 }
 
-void Scheduler::Finish(const std::string& request_id, double now_ms) {
-  if (live_) live_->Finish(request_id, now_ms);
+void Scheduler::Finish(const std::string& request_id, double now_ms, std::int64_t output_tokens) {
+  ValidateTokens("output_tokens", output_tokens);
+  if (live_) live_->Finish(request_id, now_ms, output_tokens);
   fleet_.Release(request_id);
 }
 

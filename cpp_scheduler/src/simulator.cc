@@ -182,7 +182,9 @@ class Simulation {
         HandOff(at, result.sequence);
       } else {
         result_.outcomes[number].end_ms = now_ms_;
-        if (!options_.round_robin) scheduler_.Finish(std::to_string(number), now_ms_);
+        if (!options_.round_robin) {
+          scheduler_.Finish(std::to_string(number), now_ms_, requests_[number].output_tokens);
+        }
       }
     }
     if (predicts_) Report(at);

@@ -20,6 +20,7 @@
 #include "dynaserve/execution_predictor.h"
 #include "dynaserve/fleet_planner.h"
 #include "dynaserve/hand_off_revision.h"
+#include "dynaserve/length_bias.h"
 #include "dynaserve/placement.h"
 #include "dynaserve/split_search.h"
 #include "dynaserve/types.h"
@@ -52,7 +53,8 @@ class LiveFleet {
     options_.kv_token_work_ms = work_ms;
   }
 
-  // What comes lately to this front-end, cut by hand or not, is what plans and prices go by.
+  // What comes lately to this front-end, cut by hand or not, is what plans and prices go by: with
+  // as many output tokens as answers turn out to have for each that is expected.
   void CountArrival(const RequestSpec& request, double now_ms);
 
   // Chooses among `accepting`, which Observe() has seen and which is not empty; enters nothing.
@@ -62,8 +64,9 @@ class LiveFleet {
   // Puts a placed request on the timelines of its instances, if they are (still) there.
   void Enter(const RequestSpec& request, const Placement& placement, double now_ms);
 
-  // Takes it off; unknown ids are ignored.
-  void Finish(const std::string& request_id, double now_ms);
+  // Takes it off; unknown ids are ignored.  output_tokens: of an answer that has ended by itself;
+  // 0: it has not.
+  void Finish(const std::string& request_id, double now_ms, std::int64_t output_tokens);
 
   // When the request would end, as it is expected to go on: its decodes share their time with the
   // prompts of those who come meanwhile, as those of its instance did lately, and by and by others
@@ -192,6 +195,7 @@ class LiveFleet {
   // Prices go by what comes now, plans by what lasts.
   ArrivalRates recent_{kRecentMs};
   ArrivalRates lasting_{kLastingMs};
+  LengthBias bias_;
 
   // Kept for their memory.
   SplitSearch search_;

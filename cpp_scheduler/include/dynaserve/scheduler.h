@@ -45,7 +45,9 @@ class Scheduler {
   std::optional<Placement> Place(const RequestSpec& request, double now_ms = 0.0);
 
   // Releases what Place() reserved.  Unknown ids are ignored: a retry may finish twice.
-  void Finish(const std::string& request_id, double now_ms = 0.0);
+  // output_tokens: of an answer that has ended by itself or at its limit; 0: it has not, and tells
+  // nothing about lengths.  Throws std::invalid_argument below 0.
+  void Finish(const std::string& request_id, double now_ms = 0.0, std::int64_t output_tokens = 0);
 
   // When a placed request would end if others came as they did lately, in the time of now_ms;
   // nullopt under policies that do not predict, or where it should have ended.
