@@ -778,11 +778,13 @@ class Scheduler:
         ValueError: the request is already placed, or a token count is out of range.
         """
 
-    def finish(self, request_id: str, now_ms: float = 0.0, output_tokens: int = 0) -> None:
-        """
-        Releases what `place` reserved; unknown ids are ignored.
+    def finish(self, request_id: str, now_ms: float = 0.0) -> None:
+        """Releases what `place` reserved; unknown ids are ignored."""
 
-        output_tokens: of an answer that ended by itself or at its limit; 0: it did not, and tells nothing about lengths.
+    def learn_length(self, output_tokens: int, expected_tokens: int) -> None:
+        """
+        An answer has ended by itself or at its limit; expected_tokens: what would be expected of it now.
+        ValueError: a number is not in [1, 2^40].
         """
 
     def report(self, instance_id: str, progress: Sequence[Progress], now_ms: float) -> None:

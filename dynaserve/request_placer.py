@@ -242,11 +242,13 @@ class RequestPlacer:
 
     def finish(self, request_id: str, output_tokens: int | None, now_ms: float) -> None:
         """output_tokens: of an answer that ended by itself or at its max_tokens; None teaches nothing about lengths."""
-        self.scheduler.finish(request_id, now_ms, output_tokens or 0)
+        self.scheduler.finish(request_id, now_ms)
         query = self._queries.pop(request_id, None)
         self._slos.pop(request_id, None)
         self._replayed_tokens.pop(request_id, None)
-        if query is not None and output_tokens is not None:
+        if query is not None and output_tokens:
+            # By what is known by now: a history that has only begun corrects itself, a caller's guesses do not.
+            self.scheduler.learn_length(output_tokens, self.lengths.predict(query).expected_tokens)
             self.lengths.learn(query, output_tokens)
 
     def revise(self, request_id: str, now_ms: float) -> Revision | None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, check, check_distinct
+from dynaserve.fleet import Instance, check, check_distinct, choose_transport
 from dynaserve.fleet import describe as ask
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, WorkerDescription
@@ -68,3 +68,27 @@ def test_another_number_of_workers_does_not_fit() -> None:
     other = msgspec.structs.replace(FIRST.description, workers=FIRST.description.workers * 2)
     with pytest.raises(ConfigError, match="workers differ: http://a has 1, http://b has 2"):
         check(Instance("http://b", other), FIRST)
+
+
+def offering(name: str, **transports: str) -> Instance:
+    addresses = {transport.replace("_", "-"): address for transport, address in transports.items()}
+    workers = [WorkerDescription(WorkerEndpoint(name, "tcp://h", addresses), "2 layers", 1024)]
+    return Instance(f"http://{name}", msgspec.structs.replace(DESCRIPTION, workers=workers))
+
+
+def on_host(host: str) -> str:
+    return msgspec.json.encode({"host": host, "pid": 7, "fd": 3}).decode()
+
+
+def test_instances_of_one_machine_reach_each_other_in_its_memory() -> None:
+    fleet = [offering(name, same_host=on_host("machine"), torch="h:1") for name in ("a", "b")]
+    assert choose_transport(fleet, None) == "same-host"
+    assert choose_transport(fleet, "torch") == "torch"
+
+
+@pytest.mark.parametrize("address", [on_host("another"), "nonsense"])
+def test_instances_of_two_machines_do_not(address: str) -> None:
+    fleet = [offering("a", same_host=on_host("machine"), torch="h:1"), offering("b", same_host=address, torch="h:2")]
+    assert choose_transport(fleet, None) == "torch"
+    with pytest.raises(ConfigError, match=r"no common transport same-host \(same-host is for instances on one machine\): http://a: "):
+        choose_transport(fleet, "same-host")

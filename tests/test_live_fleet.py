@@ -442,15 +442,18 @@ def test_a_plan_reckons_with_answers_as_they_turn_out(gap_ms: float, expected: i
         scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000, max_requests=64)))
     for number in range(150):
         if number >= 60:
-            scheduler.finish(str(number - 60), gap_ms * number, had)
+            scheduler.finish(str(number - 60), gap_ms * number)
+            if had:
+                scheduler.learn_length(had, expected)
         last = placed(scheduler, request(str(number), 900, expected), gap_ms * number)
     assert last.prediction is not None
     assert last.prediction.gathering == gathers
 
 
-def test_an_answer_of_less_than_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"output_tokens is -1, outside \[0, "):
-        fleet(Policy.dynamic).finish("r", 0.0, -1)
+@pytest.mark.parametrize(("output", "expected", "named"), [(0, 5, "output_tokens is 0"), (5, -1, "expected_tokens is -1")])
+def test_an_answer_of_nothing_is_refused(output: int, expected: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        fleet(Policy.dynamic).learn_length(output, expected)
 
 
 @pytest.mark.parametrize("small", ["i0", "i1"])

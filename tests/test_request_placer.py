@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,6 +53,21 @@ def placer_of(policy: Policy) -> RequestPlacer:
     for name in ("a", "b"):
         placer.observe(name, DESCRIPTION)
     return placer
+
+
+class Spy:
+    """The scheduler itself, of which it is kept which lengths it was told."""
+
+    def __init__(self, scheduler: GlobalScheduler, told: list[tuple[int, int]]) -> None:
+        self._scheduler = scheduler
+        self._told = told
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def learn_length(self, output_tokens: int, expected_tokens: int) -> None:
+        self._told.append((output_tokens, expected_tokens))
+        self._scheduler.learn_length(output_tokens, expected_tokens)
 
 
 def facts(request_id: str = "r", hint: int | None = 30) -> RequestFacts:
@@ -341,6 +357,30 @@ def test_a_request_that_has_lost_its_instance_runs_whole_elsewhere_as_what_is_le
     placer.finish("r", 40, 20.0)
     placer.scheduler.check_invariants()
     assert sum(placer.scheduler.reserved_tokens(name) for name in ("a", "b")) == 0
+
+
+def test_what_answers_had_over_what_would_be_expected_of_them_is_told_to_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    placer = placer_of(Policy.dynamic)
+    monkeypatch.setattr(placer, "scheduler", Spy(placer.scheduler, told))
+    margin = placer.lengths.margin_tokens
+    for name, output_tokens in (("ended", 40), ("aborted", None), ("empty", 0), ("lost", 60)):
+        placed(placer, facts(name))
+        if name == "lost":
+            placer.place_again(name, 20, 10.0)  # of the whole answer, whatever was left of it
+        placer.finish(name, output_tokens, 20.0)
+    assert told == [(40, 30 + margin), (60, 30 + margin)]
+
+
+def test_a_history_that_has_only_begun_corrects_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    placer = placer_of(Policy.dynamic)
+    monkeypatch.setattr(placer, "scheduler", Spy(placer.scheduler, told))
+    for number in range(60):
+        placed(placer, facts(str(number), hint=None))  # all by the prior
+    for number in range(60):
+        placer.finish(str(number), 50, 20.0)
+    assert {expected for _, expected in told[20:]} == {50 + placer.lengths.margin_tokens}
 
 
 def test_a_request_that_nobody_takes_may_be_placed_later() -> None:

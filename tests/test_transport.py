@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -23,6 +24,7 @@ import psutil
 import pytest
 
 from dynaserve.errors import ConfigError
+from dynaserve.kv_transfer import same_host_transport
 from dynaserve.kv_transfer.transport import KvLayers, PushNumber, Transport, TransportError, TransportUnavailable, WorkerEndpoint
 from dynaserve.kv_transfer.transports import make_transport
 from tests.cut_sockets import cut_sockets
@@ -779,6 +781,30 @@ def test_a_one_sided_push_to_a_stopped_peer_ends_and_later_ones_arrive(monkeypat
     b.stop()
 
 
+MEMFD = same_host_transport._MEMFD
+
+
+def told(endpoint: WorkerEndpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The address of a worker, and what is there."""
+    address = msgspec.json.decode(endpoint.transports["same-host"])
+    content = Path(f"/proc/{address['pid']}/fd/{address['fd']}").read_bytes()
+    return address, msgspec.json.decode(content)
+
+
+def named(worker_id: str, address: dict[str, Any]) -> WorkerEndpoint:
+    return WorkerEndpoint(worker_id, "tcp://nowhere", {"same-host": msgspec.json.encode(address).decode()})
+
+
+@contextlib.contextmanager
+def memfd(name: str, content: dict[str, Any]) -> Iterator[int]:
+    fd = os.memfd_create(name)
+    os.write(fd, msgspec.json.encode(content))
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="same-host moves caches on CPUs")
 class TestSameHost:
     """What is its own."""
@@ -809,32 +835,62 @@ class TestSameHost:
 
     def test_only_a_process_that_has_made_itself_a_target_is_written_to(self) -> None:
         a, b = Local("same-host", "worker-17", 17), Remote("same-host", "worker-18", 18)
-        true = msgspec.json.decode(b.call("endpoint").transports["same-host"])
-        content = msgspec.json.encode({"worker_id": "worker-18", "layers": [0] * LAYERS})
-        forged = os.memfd_create("another-name")
-        os.write(forged, content)
-        for false in (true | {"fd": 0}, {"pid": os.getpid(), "fd": forged}, {"pid": os.getpid(), "fd": 9999}, {"pid": 1, "fd": 0}):
-            peer = WorkerEndpoint("worker-18", "tcp://nowhere", {"same-host": msgspec.json.encode(false).decode()})
-            with pytest.raises(TransportError, match="there is no such worker among the processes of this user on this machine"):
-                a.call("push", peer, [1], [2])
-        with pytest.raises(TransportError, match="no such worker"):  # a process that has the number of one that has ended
-            a.call("push", WorkerEndpoint("worker-19", "tcp://nowhere", b.call("endpoint").transports), [1], [2])
+        true, layout = told(b.call("endpoint"))
+        with memfd("another-name", layout) as forged, memfd(MEMFD, layout | {"pid": os.getpid()}) as other_process:
+            for false in (
+                true | {"fd": 0},
+                true | {"pid": os.getpid(), "fd": forged},
+                true | {"pid": os.getpid(), "fd": 9999},
+                true | {"pid": 2**22 + 1},
+            ):
+                with pytest.raises(TransportError, match="there is no such worker among the processes of this user on this machine"):
+                    a.call("push", named("worker-18", false), [1], [2])
+            # As after a fork, and as where the number of a process that has ended is another one's.
+            with pytest.raises(TransportError, match="no such worker"), memfd(MEMFD, layout) as copied:
+                a.call("push", named("worker-18", true | {"pid": os.getpid(), "fd": copied}), [1], [2])
+            with pytest.raises(TransportError, match="no such worker"):
+                a.call("push", named("worker-19", true | {"pid": os.getpid(), "fd": other_process}), [1], [2])
         with pytest.raises(TransportError, match="worker-18 in the memory of this machine failed"):
             a.call("push", WorkerEndpoint("worker-18", "tcp://nowhere", {"same-host": "somewhere"}), [1], [2])
         assert_moves(a, b, 1, 2)
-        os.close(forged)
         a.stop()
         b.stop()
 
+    @pytest.mark.parametrize("block", [-1, BLOCKS, 1 << 30])
+    def test_no_block_outside_the_cache_is_written(self, block: int) -> None:
+        a, b = Local("same-host", "worker-22", 22), Local("same-host", "worker-23", 23)
+        before = [b.call("block", i) for i in range(BLOCKS)]
+        with pytest.raises(TransportError, match=f"worker-23 failed: its cache of {BLOCKS} blocks has no block {block}"):
+            a.call("push", b.call("endpoint"), [1, 2], [3, block])
+        assert [b.call("block", i) for i in range(BLOCKS)] == before
+        a.stop()
+        b.stop()
+
+    @pytest.mark.parametrize("change", [{"strides": [8] * LAYERS}, {"widths": [8] * LAYERS}, {"strides": []}])
+    def test_a_peer_with_other_blocks_is_not_written_to(self, change: dict[str, Any]) -> None:
+        a = Local("same-host", "worker-24", 24)
+        mine, layout = told(a.call("endpoint"))
+        with memfd(MEMFD, layout | {"worker_id": "worker-25"} | change) as fd, pytest.raises(TransportError, match="in another way"):
+            a.call("push", named("worker-25", mine | {"fd": fd}), [1], [2])
+        a.stop()
+
     def test_memory_that_is_not_there_fails_the_push(self) -> None:
         a = Local("same-host", "worker-20", 20)
-        fd = os.memfd_create("dynaserve-kv-layers")
-        os.write(fd, msgspec.json.encode({"worker_id": "worker-21", "layers": [4096] * LAYERS}))
-        address = msgspec.json.encode({"pid": os.getpid(), "fd": fd}).decode()
-        with pytest.raises(TransportError, match="worker-21 in the memory of this machine failed"):
-            a.call("push", WorkerEndpoint("worker-21", "tcp://nowhere", {"same-host": address}), [1], [2])
-        os.close(fd)
+        mine, layout = told(a.call("endpoint"))
+        gone = layout | {"worker_id": "worker-21", "layers": [*layout["layers"][:-1], 4096]}
+        before = a.call("block", 2)
+        with memfd(MEMFD, gone) as fd, pytest.raises(TransportError, match=r"worker-21 in the memory of this machine failed: .* written"):
+            a.call("push", named("worker-21", mine | {"fd": fd}), [1], [2])
+        assert a.call("block", 2) != before  # what came before it was written
         a.stop()
+
+    def test_a_push_of_more_bytes_than_one_call_takes_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(same_host_transport, "_MOST_BYTES", 1000)
+        a, b = Local("same-host", "worker-26", 26), Local("same-host", "worker-27", 27)
+        move(a, b, [3, 4, 9], [60, 61, 7])
+        assert [b.call("block", i) for i in (60, 61, 7)] == [a.call("block", i) for i in (3, 4, 9)]
+        a.stop()
+        b.stop()
 
     def test_a_cache_on_another_device_is_refused(self) -> None:
         kv = KvLayers([torch.empty(4, 8, dtype=torch.uint8, device="meta")])

@@ -11,5 +11,5 @@ ON_HOST = ("same-host",) if DEVICE == "cpu" else ()
 """Of caches in its memory only."""
 OFFERED = ("torch", *ON_HOST, *(() if mooncake_missing() else ("mooncake",)))
 """By instances."""
-TRANSPORTS = ("torch", *ON_HOST, pytest.param("mooncake", marks=pytest.mark.mooncake))
+TRANSPORTS = ("torch", *([*ON_HOST, pytest.param("mooncake", marks=pytest.mark.mooncake)] if DEVICE == "cpu" else []))
 """Of a test with a parameter `transport`."""

@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(PluginOptions().transports),
         metavar="NAME",
         help="ways to move KV, best first: torch (torch.distributed's Gloo, through the host's memory), mooncake, "
-        "same-host (between CPU instances on one machine)",
+        "same-host (CPU instances on one machine; nothing of the KV takes time of the one that receives)",
     )
 
     group.add_argument(

@@ -219,10 +219,11 @@ void BindScheduler(nb::module_& m) {
       .def("place", &Scheduler::Place, "request"_a, "now_ms"_a = 0.0,
            "Chooses instances and cut and reserves their tokens; None: no instance accepts new "
            "work.\nValueError: the request is already placed, or a token count is out of range.")
-      .def(
-          "finish", &Scheduler::Finish, "request_id"_a, "now_ms"_a = 0.0, "output_tokens"_a = 0,
-          "Releases what `place` reserved; unknown ids are ignored.\n\noutput_tokens: of an answer "
-          "that ended by itself or at its limit; 0: it did not, and tells nothing about lengths.")
+      .def("finish", &Scheduler::Finish, "request_id"_a, "now_ms"_a = 0.0,
+           "Releases what `place` reserved; unknown ids are ignored.")
+      .def("learn_length", &Scheduler::LearnLength, "output_tokens"_a, "expected_tokens"_a,
+           "An answer has ended by itself or at its limit; expected_tokens: what would be expected "
+           "of it now.\nValueError: a number is not in [1, 2^40].")
       .def(
           "report",
           [](Scheduler& scheduler, const InstanceId& instance_id,

@@ -382,15 +382,11 @@ void LiveFleet::EnterPart(Entry& entry, std::size_t side, const InstanceId& inst
   found->second.predictor->Add(entered, now_ms);
 }
 
-void LiveFleet::Finish(const std::string& request_id, double now_ms, std::int64_t output_tokens) {
+void LiveFleet::Finish(const std::string& request_id, double now_ms) {
   now_ms = At(now_ms);
   const auto found = entries_.find(request_id);
   if (found == entries_.end()) return;
   const Entry& entry = found->second;
-  if (output_tokens > 0) {
-    bias_.Learn(static_cast<double>(output_tokens),
-                static_cast<double>(entry.request.expected_output_tokens));
-  }
   for (std::size_t side = 0; side < entry.parts.size(); ++side) {
     const auto instance = instances_.find(entry.parts[side].instance_id);
     if (instance == instances_.end()) continue;

@@ -119,9 +119,18 @@ std::optional<Placement> Scheduler::Place(const RequestSpec& request, double now
   return placement;
 }
 
-void Scheduler::Finish(const std::string& request_id, double now_ms, std::int64_t output_tokens) {
-  ValidateTokens("output_tokens", output_tokens);
-  if (live_) live_->Finish(request_id, now_ms, output_tokens);
+void Scheduler::LearnLength(std::int64_t output_tokens, std::int64_t expected_tokens) {
+  const auto check = [](const char* name, std::int64_t tokens) {
+    ValidateTokens(name, tokens);
+    if (tokens < 1) Refuse(name, " is ", tokens, "; it must be at least 1");
+  };
+  check("output_tokens", output_tokens);
+  check("expected_tokens", expected_tokens);
+  if (live_) live_->LearnLength(output_tokens, expected_tokens);
+}
+
+void Scheduler::Finish(const std::string& request_id, double now_ms) {
+  if (live_) live_->Finish(request_id, now_ms);
   fleet_.Release(request_id);
 }
 

@@ -183,7 +183,9 @@ class Simulation {
       } else {
         result_.outcomes[number].end_ms = now_ms_;
         if (!options_.round_robin) {
-          scheduler_.Finish(std::to_string(number), now_ms_, requests_[number].output_tokens);
+          const SimulatedRequest& request = requests_[number];
+          scheduler_.Finish(std::to_string(number), now_ms_);
+          scheduler_.LearnLength(request.output_tokens, request.expected_output_tokens);
         }
       }
     }

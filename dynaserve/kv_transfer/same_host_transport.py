@@ -4,8 +4,8 @@ For caches in the memory of the host. The core that sends does all the work, and
 sockets it would copy each byte twice, beside the decodes that wait for it (`docs/decisions/0014-the-sender-copies-on-one-host.md`).
 
 Who tells a worker where to write must not be able to name any memory of any process. So a peer is only named by a process and a
-file descriptor, which has to be a memfd of that process, of a given name: its content says which worker this is, and where its layers
-are. To make one is to be that process, or another one of this user that may trace it anyway.
+file descriptor, which has to be a memfd of that process, of a given name: its content says which worker this is, where its layers
+are and how large. To make one is to be that process, or another one of this user that may trace it anyway.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,30 @@ from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError
 _MEMFD = "dynaserve-kv-layers"
 _MOST_STRETCHES = 1024
 """Of one call: IOV_MAX of Linux."""
-_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+_MOST_BYTES = 256 << 20
+"""Of one call: Linux moves 2 GiB less a page at most."""
+_PR_SET_PTRACER, _ANY = 0x59616D61, 2 ** (8 * ctypes.sizeof(ctypes.c_ulong)) - 1
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _ONE_SIDED = "writes into the memory of a peer are one-sided"
-_NOT_HERE = "there is no such worker among the processes of this user on this machine, or in this container"
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """A file descriptor of a process."""
+    """A file descriptor of a process. host: of all processes that may reach each other."""
 
+    host: str
     pid: int
     fd: int
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """What that file has. layers: address of block 0 in every layer, in that process."""
+    """What that file has. layers: address of block 0 in every layer, in that process; strides, widths: bytes, as `KvLayers` has them."""
 
     worker_id: str
+    pid: int
+    num_blocks: int
     layers: list[int]
+    strides: list[int]
+    widths: list[int]
 
 
 class _IoVec(ctypes.Structure):
@@ -59,19 +66,15 @@ class SameHostTransport:
         device = kv.layers[0].device.type
         if device != "cpu":
             raise TransportUnavailable(f"the same-host transport moves caches in the memory of the host, and this one is on {device}")
-        self._libc: Any = ctypes.CDLL(None, use_errno=True)
-        if not (hasattr(self._libc, "process_vm_writev") and hasattr(os, "memfd_create")):
-            raise TransportUnavailable("the same-host transport needs process_vm_writev and memfd_create, which Linux has")
-        # Where Yama lets nobody trace a process but its parents, it has to say that others may; elsewhere this means nothing.
-        self._libc.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
+        self._write_into = _process_vm_writev()
         self._kv = kv
-        layout = _Layout(worker_id, [layer.data_ptr() for layer in kv.layers])
+        self._layout = _layout_of(worker_id, kv)
         self._fd = os.memfd_create(_MEMFD)
-        os.write(self._fd, msgspec.json.encode(layout))
+        os.write(self._fd, msgspec.json.encode(self._layout))
         self._closed = False
 
     def address(self) -> str:
-        return msgspec.json.encode(_Address(os.getpid(), self._fd)).decode()
+        return msgspec.json.encode(_Address(_host(), os.getpid(), self._fd)).decode()
 
     def push(
         self,
@@ -85,14 +88,29 @@ class SameHostTransport:
         try:
             # Each time: the number of a process that has ended is that of another one some day.
             address = msgspec.json.decode(peer.transports[self.name], type=_Address)
-            layers = _layers_of(address, peer.worker_id)
-            pieces = list(stretches(self._kv, layers, local_blocks, remote_blocks))
-            for first in range(0, len(pieces), _MOST_STRETCHES):
-                self._write(address.pid, pieces[first : first + _MOST_STRETCHES])
+            layout = _layout_at(address)
+            if layout is None or (layout.worker_id, layout.pid) != (peer.worker_id, address.pid):
+                raise TransportError(
+                    f"push to worker {peer.worker_id} failed: there is no such worker among the processes of this user on this "
+                    "machine, or in this container"
+                )
+            self._check_fits(peer, layout, remote_blocks)
+            for some in _calls(stretches(self._kv, layout.layers, local_blocks, remote_blocks)):
+                self._write(address.pid, some)
         except KeyError as error:
             raise TransportError(f"worker {peer.worker_id} has no address for the same-host transport") from error
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError) as error:
             raise TransportError(f"push to worker {peer.worker_id} in the memory of this machine failed: {error}") from error
+
+    def _check_fits(self, peer: WorkerEndpoint, layout: _Layout, remote_blocks: Sequence[int]) -> None:
+        """Raises TransportError where a write would lie outside the peer's cache."""
+        if (layout.strides, layout.widths) != (self._layout.strides, self._layout.widths):
+            raise TransportError(f"push to worker {peer.worker_id} failed: its blocks are laid out in another way")
+        outside = [block for block in remote_blocks if not 0 <= block < layout.num_blocks]
+        if outside:
+            raise TransportError(
+                f"push to worker {peer.worker_id} failed: its cache of {layout.num_blocks} blocks has no block {outside[0]}"
+            )
 
     def _write(self, pid: int, some: Sequence[Stretch]) -> None:
         """Raises OSError."""
@@ -101,14 +119,9 @@ class SameHostTransport:
             sources[index] = _IoVec(source, length)
             targets[index] = _IoVec(target, length)
         wanted = sum(length for _, _, length in some)
-        size = ctypes.c_ulong(len(some))
-        write = self._libc.process_vm_writev
-        write.restype = ctypes.c_ssize_t
-        written = write(ctypes.c_int(pid), sources, size, targets, size, ctypes.c_ulong(0))
+        written = self._write_into(pid, sources, len(some), targets, len(some), 0)
         if written < 0:
-            code = ctypes.get_errno()
-            hint = ": this container or kernel lets no process write into another" if code in (errno.EPERM, errno.ENOSYS) else ""
-            raise OSError(code, f"{os.strerror(code)}{hint}")
+            raise _error(ctypes.get_errno())
         if written != wanted:
             raise OSError(errno.EFAULT, f"{written} of {wanted} bytes were written: the memory there has gone")
 
@@ -136,18 +149,78 @@ class SameHostTransport:
             os.close(self._fd)
 
 
-def _layers_of(address: _Address, worker_id: str) -> list[int]:
-    """Of the worker of this id. Raises OSError where the process or its file is not (or no longer) there, or not of this user."""
+def are_together(addresses: Sequence[str]) -> bool:
+    """Whether workers of these addresses may reach each other. Raises msgspec.MsgspecError for what is none."""
+    return len({msgspec.json.decode(address, type=_Address).host for address in addresses}) <= 1
+
+
+def _host() -> str:
+    """The same for two processes only if a number of a process means the same to both."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _process_vm_writev() -> Any:
+    """Raises TransportUnavailable where it is not there or not allowed."""
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    if not (hasattr(libc, "process_vm_writev") and hasattr(os, "memfd_create")):
+        raise TransportUnavailable("the same-host transport needs process_vm_writev and memfd_create, which Linux has")
+    # Yama at 1 lets nobody trace a process but its parents, unless it says that others may; at 2 and 3 that means nothing.
+    scope = int(_YAMA.read_text()) if _YAMA.exists() else 0
+    if scope > 1:
+        raise TransportUnavailable(f"the same-host transport may not write into other processes here: {_YAMA} is {scope}")
+    libc.prctl(ctypes.c_int(_PR_SET_PTRACER), ctypes.c_ulong(_ANY), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    write = libc.process_vm_writev
+    write.restype = ctypes.c_ssize_t
+    write.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+    tried = (ctypes.c_char * 1)()
+    own = (_IoVec * 1)(_IoVec(ctypes.addressof(tried), 1))
+    if write(os.getpid(), own, 1, own, 1, 0) != 1:  # a container may forbid it
+        raise TransportUnavailable(f"the same-host transport may not write into other processes here: {_error(ctypes.get_errno())}")
+    return write
+
+
+def _error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+def _layout_of(worker_id: str, kv: KvLayers) -> _Layout:
+    layers = kv.layers
+    return _Layout(
+        worker_id,
+        os.getpid(),
+        kv.num_blocks,
+        [layer.data_ptr() for layer in layers],
+        [layer.stride(0) for layer in layers],
+        [layer.shape[1] for layer in layers],
+    )
+
+
+def _layout_at(address: _Address) -> _Layout | None:
+    """None where the process, or such a file, is not (or no longer) there, or not of this user. Raises OSError where the process may not be
+    looked into, msgspec.MsgspecError where the file has something else."""
     path = Path(f"/proc/{address.pid}/fd/{address.fd}")
     try:
         if not str(path.readlink()).startswith(f"/memfd:{_MEMFD} "):
-            raise OSError(errno.ESRCH, _NOT_HERE)
+            return None
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
-                raise OSError(errno.ESRCH, _NOT_HERE)
-            layout = msgspec.json.decode(file.read(), type=_Layout)
-    except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
-        raise OSError(errno.ESRCH, _NOT_HERE) from error
-    if layout.worker_id != worker_id:
-        raise OSError(errno.ESRCH, _NOT_HERE)
-    return layout.layers
+            mine = os.fstat(file.fileno()).st_uid == os.geteuid()
+            return msgspec.json.decode(file.read(), type=_Layout) if mine else None
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _calls(pieces: Iterator[Stretch]) -> Iterator[list[Stretch]]:
+    """As many as one call takes."""
+    some: list[Stretch] = []
+    size = 0
+    for source, target, length in pieces:
+        for start in range(0, length, _MOST_BYTES):
+            part = min(_MOST_BYTES, length - start)
+            if some and (len(some) == _MOST_STRETCHES or size + part > _MOST_BYTES):
+                yield some
+                some, size = [], 0
+            some.append((source + start, target + start, part))
+            size += part
+    if some:
+        yield some

@@ -1,7 +1,6 @@
 #include "dynaserve/arrival_rates.h"
 
 #include "check.h"
-#include "dynaserve/length_bias.h"
 
 using namespace dynaserve;
 
@@ -47,27 +46,6 @@ TEST(ADecodeIsAsOftenSeenAsItHasSteps) {
   rates.Count(4000.0, 100.0, kLongAgo);
   CHECK(Near(rates.MeanPromptTokens(), 2500.0, 1e-9));
   CHECK(Near(rates.MeanContextTokens(), (300.0 * 1150.0 + 100.0 * 4050.0) / 400.0, 1e-9));
-}
-
-TEST(ABiasIsBelievedOnceSomeAnswersHaveEnded) {
-  LengthBias bias;
-  for (int i = 0; i < 15; ++i) bias.Learn(100.0, 400.0);
-  CHECK(bias.Factor() == 1.0);
-  for (int i = 0; i < 2; ++i) bias.Learn(100.0, 400.0);
-  CHECK(Near(bias.Factor(), 0.25, 1e-9));
-}
-
-TEST(ABiasFollowsWhatAnswersTurnIntoAndLongOnesCountMore) {
-  LengthBias bias;
-  for (int i = 0; i < 1000; ++i) bias.Learn(100.0, 400.0);
-  for (int i = 0; i < 3000; ++i) bias.Learn(300.0, 200.0);
-  CHECK(Near(bias.Factor(), 1.5, 0.01));
-  bias = {};
-  for (int i = 0; i < 20; ++i) {
-    bias.Learn(1000.0, 500.0);
-    bias.Learn(10.0, 500.0);
-  }
-  CHECK(Near(bias.Factor(), 1.01, 0.01));
 }
 
 }  // namespace

@@ -1,15 +1,17 @@
-// Whether answers turn out longer or shorter than was expected of them.  Pure.
+// Whether answers turn out longer or shorter than is expected of them.  Pure.
 #pragma once
+
+#include <cstdint>
 
 namespace dynaserve {
 
 class LengthBias {
  public:
-  // Of an answer that has ended; both above 0.
-  void Learn(double output_tokens, double expected_tokens) {
-    finished_ = kKept * finished_ + 1.0;
-    output_tokens_ = kKept * output_tokens_ + output_tokens;
-    expected_tokens_ = kKept * expected_tokens_ + expected_tokens;
+  // Of an answer that has ended; both at least 1.
+  void Learn(std::int64_t output_tokens, std::int64_t expected_tokens) {
+    ++finished_;
+    output_tokens_ = kKept * output_tokens_ + static_cast<double>(output_tokens);
+    expected_tokens_ = kKept * expected_tokens_ + static_cast<double>(expected_tokens);
   }
 
   // What answers had, over what was expected of them; 1 while few have ended.
@@ -18,10 +20,10 @@ class LengthBias {
   }
 
  private:
-  static constexpr double kLeastFinished = 16.0;
+  static constexpr std::int64_t kLeastFinished = 16;
   static constexpr double kKept = 1.0 - 1.0 / 500.0;  // of all before, with each that ends
 
-  double finished_ = 0.0;
+  std::int64_t finished_ = 0;
   double output_tokens_ = 0.0;
   double expected_tokens_ = 0.0;
 };

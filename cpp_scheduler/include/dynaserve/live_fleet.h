@@ -64,9 +64,13 @@ class LiveFleet {
   // Puts a placed request on the timelines of its instances, if they are (still) there.
   void Enter(const RequestSpec& request, const Placement& placement, double now_ms);
 
-  // Takes it off; unknown ids are ignored.  output_tokens: of an answer that has ended by itself;
-  // 0: it has not.
-  void Finish(const std::string& request_id, double now_ms, std::int64_t output_tokens);
+  // An answer has ended by itself or at its limit, of which so many would be expected now.
+  void LearnLength(std::int64_t output_tokens, std::int64_t expected_tokens) {
+    bias_.Learn(output_tokens, expected_tokens);
+  }
+
+  // Takes it off; unknown ids are ignored.
+  void Finish(const std::string& request_id, double now_ms);
 
   // When the request would end, as it is expected to go on: its decodes share their time with the
   // prompts of those who come meanwhile, as those of its instance did lately, and by and by others

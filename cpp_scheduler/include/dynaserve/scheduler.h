@@ -45,9 +45,12 @@ class Scheduler {
   std::optional<Placement> Place(const RequestSpec& request, double now_ms = 0.0);
 
   // Releases what Place() reserved.  Unknown ids are ignored: a retry may finish twice.
-  // output_tokens: of an answer that has ended by itself or at its limit; 0: it has not, and tells
-  // nothing about lengths.  Throws std::invalid_argument below 0.
-  void Finish(const std::string& request_id, double now_ms = 0.0, std::int64_t output_tokens = 0);
+  void Finish(const std::string& request_id, double now_ms = 0.0);
+
+  // An answer has ended by itself or at its limit; expected_tokens: what would be expected of it
+  // now.  kDynamic plans by how much longer or shorter answers turn out.  Throws
+  // std::invalid_argument unless both are in [1, 2^40].
+  void LearnLength(std::int64_t output_tokens, std::int64_t expected_tokens);
 
   // When a placed request would end if others came as they did lately, in the time of now_ms;
   // nullopt under policies that do not predict, or where it should have ended.
