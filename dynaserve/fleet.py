@@ -15,7 +15,7 @@ import msgspec
 from dynaserve import direct_http, latency_profile, stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, may_reach
-from dynaserve.kv_transfer.same_host_transport import SameHostTransport, are_together
+from dynaserve.kv_transfer.transports import reach_each_other
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 
@@ -248,23 +248,13 @@ def choose_transport(instances: Sequence[Instance], wanted: str | None) -> str:
     """The transport for hand-offs: `wanted`, or the first one of the first instance that all others offer as well, and over which they
     reach each other."""
     instances = [instance for instance in instances if not instance.description.stock]
-    offered = [list(worker.endpoint.transports) for instance in instances for worker in instance.description.workers]
-    common = [name for name in offered[0] if all(name in names for names in offered) and _reach_each_other(name, instances)]
+    workers = [worker.endpoint.transports for instance in instances for worker in instance.description.workers]
+    offered = [name for name in workers[0] if all(name in names for names in workers)]
+    common = [name for name in offered if reach_each_other(name, [addresses[name] for addresses in workers])]
     if wanted is None and common:
         return common[0]
     if wanted is None or wanted not in common:
         per_instance = "; ".join(f"{i.instance_id}: {', '.join(i.description.workers[0].endpoint.transports)}" for i in instances)
-        apart = f" ({wanted} is for instances on one machine)" if wanted == SameHostTransport.name and wanted in offered[0] else ""
+        apart = " that reaches from each machine to the others" if wanted in offered else ""
         raise ConfigError(f"no common transport{f' {wanted}' if wanted else ''}{apart}: {per_instance}")
     return wanted
-
-
-def _reach_each_other(transport: str, instances: Sequence[Instance]) -> bool:
-    """As far as addresses tell."""
-    if transport != SameHostTransport.name:
-        return True
-    addresses = [worker.endpoint.transports[transport] for one in instances for worker in one.description.workers]
-    try:
-        return are_together(addresses)
-    except msgspec.MsgspecError:
-        return False

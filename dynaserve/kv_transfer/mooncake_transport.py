@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from dynaserve.kv_transfer.block_runs import stretches
-from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError, TransportUnavailable, WorkerEndpoint
+from dynaserve.kv_transfer.transport import KvLayers, OneSided, PushNumber, TransportError, TransportUnavailable, WorkerEndpoint
 
 PROTOCOL_VARIABLE = "DYNASERVE_MOONCAKE_PROTOCOL"
 PUSH_TIMEOUT_S = 30.0
@@ -35,7 +35,6 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 2e-3
 _PENDING, _COMPLETED = 0, 1
 _NO_BATCH = (0, 2**64 - 1)
 """What the engine answers when it takes no write."""
-_ONE_SIDED = "Mooncake writes are one-sided"
 _LIBRARIES = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
 
 
@@ -46,11 +45,10 @@ class _Address(msgspec.Struct, frozen=True):
     layers: list[int]
 
 
-class MooncakeTransport:
+class MooncakeTransport(OneSided):
     """See the module; `Transport` has the contract."""
 
     name = "mooncake"
-    one_sided = True
     late_write_s = 5.0
 
     def __init__(self, worker_id: str, host: str, kv: KvLayers) -> None:  # noqa: ARG002 - the engine names itself
@@ -113,24 +111,9 @@ class MooncakeTransport:
             return "Mooncake could not write"
         return None
 
-    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int], number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
-    def discard(self, peer: WorkerEndpoint, num_blocks: int, number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
-    def give_up_push(self, peer: WorkerEndpoint, number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
-    def give_up_receive(self, peer: WorkerEndpoint, number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
     def drop(self, peer: WorkerEndpoint) -> None:
         """The engine keeps its own connections and opens new ones as needed; it cannot end a push before its timeout."""
         self._peers.pop(peer.worker_id, None)
-
-    def forget(self, peer: WorkerEndpoint) -> None:
-        self.drop(peer)
 
     def close(self) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dynaserve.kv_transfer.block_runs import Stretch, stretches
-from dynaserve.kv_transfer.transport import KvLayers, PushNumber, TransportError, TransportUnavailable, WorkerEndpoint
+from dynaserve.kv_transfer.transport import KvLayers, OneSided, PushNumber, TransportError, TransportUnavailable, WorkerEndpoint
 
 _MEMFD = "dynaserve-kv-layers"
 _MOST_STRETCHES = 1024
@@ -29,7 +29,6 @@ _MOST_BYTES = 256 << 20
 """Of one call: Linux moves 2 GiB less a page at most."""
 _PR_SET_PTRACER, _ANY = 0x59616D61, 2 ** (8 * ctypes.sizeof(ctypes.c_ulong)) - 1
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_ONE_SIDED = "writes into the memory of a peer are one-sided"
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -55,11 +54,10 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class SameHostTransport:
+class SameHostTransport(OneSided):
     """See the module; `Transport` has the contract."""
 
     name = "same-host"
-    one_sided = True
     late_write_s = 0.0
 
     def __init__(self, worker_id: str, host: str, kv: KvLayers) -> None:  # noqa: ARG002 - not over the network
@@ -125,24 +123,6 @@ class SameHostTransport:
         if written != wanted:
             raise OSError(errno.EFAULT, f"{written} of {wanted} bytes were written: the memory there has gone")
 
-    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int], number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
-    def discard(self, peer: WorkerEndpoint, num_blocks: int, number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
-    def give_up_push(self, peer: WorkerEndpoint, number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
-    def give_up_receive(self, peer: WorkerEndpoint, number: PushNumber) -> None:
-        raise NotImplementedError(_ONE_SIDED)
-
-    def drop(self, peer: WorkerEndpoint) -> None:
-        """There is no channel, and a write ends by itself."""
-
-    def forget(self, peer: WorkerEndpoint) -> None:
-        """Nothing of it is kept."""
-
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -150,8 +130,11 @@ class SameHostTransport:
 
 
 def are_together(addresses: Sequence[str]) -> bool:
-    """Whether workers of these addresses may reach each other. Raises msgspec.MsgspecError for what is none."""
-    return len({msgspec.json.decode(address, type=_Address).host for address in addresses}) <= 1
+    """Whether workers of these addresses may reach each other; not those of which one is no address."""
+    try:
+        return len({msgspec.json.decode(address, type=_Address).host for address in addresses}) <= 1
+    except msgspec.MsgspecError:
+        return False
 
 
 def _host() -> str:

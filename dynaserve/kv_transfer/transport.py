@@ -85,6 +85,9 @@ class KvLayers:
         return sum(int(layer.shape[1]) for layer in self.layers)
 
 
+_ONE_SIDED = "the peer has no part in the pushes of a one-sided transport"
+
+
 class Transport(Protocol):
     """One way to move blocks. Constructed as `Class(worker_id: str, host: str, kv: KvLayers)`.
 
@@ -139,3 +142,27 @@ class Transport(Protocol):
     def close(self) -> None:
         """Ends all channels and unregisters the memory. Idempotent."""
         ...
+
+
+class OneSided:
+    """What all one-sided transports have of `Transport`."""
+
+    one_sided = True
+
+    def receive(self, peer: WorkerEndpoint, local_blocks: Sequence[int], number: PushNumber) -> None:
+        raise NotImplementedError(_ONE_SIDED)
+
+    def discard(self, peer: WorkerEndpoint, num_blocks: int, number: PushNumber) -> None:
+        raise NotImplementedError(_ONE_SIDED)
+
+    def give_up_push(self, peer: WorkerEndpoint, number: PushNumber) -> None:
+        raise NotImplementedError(_ONE_SIDED)
+
+    def give_up_receive(self, peer: WorkerEndpoint, number: PushNumber) -> None:
+        raise NotImplementedError(_ONE_SIDED)
+
+    def drop(self, peer: WorkerEndpoint) -> None:
+        """There is no channel to it."""
+
+    def forget(self, peer: WorkerEndpoint) -> None:
+        self.drop(peer)

@@ -1,10 +1,12 @@
-"""The transports by name; each is imported only when it is asked for."""
+"""The transports by name; those that need a library are imported only when they are asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 
 from dynaserve.errors import ConfigError
+from dynaserve.kv_transfer.same_host_transport import SameHostTransport, are_together
 from dynaserve.kv_transfer.transport import KvLayers, Transport
 
 TRANSPORTS = {
@@ -15,6 +17,11 @@ TRANSPORTS = {
 
 TWO_SIDED = frozenset({"torch"})
 """Those whose pushes land only with the receiver's help: nothing is written once it has dropped the channel."""
+
+
+def reach_each_other(name: str, addresses: Sequence[str]) -> bool:
+    """Whether workers of these addresses do, over this transport, as far as these tell. Not known is yes: the first push tells."""
+    return name != SameHostTransport.name or are_together(addresses)
 
 
 def make_transport(name: str, worker_id: str, host: str, kv: KvLayers) -> Transport:
