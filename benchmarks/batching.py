@@ -17,12 +17,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import prediction
+from benchmarks.checkout import commit
 from benchmarks.disturbance import disturb
 from benchmarks.goals import OURS, STOCK, best_chunk, line, print_compared
 from benchmarks.load_search import best_rate, next_rate
@@ -155,7 +157,8 @@ def fixed(chunk: int) -> System:
     return System(f"stock {chunk}", None, ("--max-num-batched-tokens", str(chunk)))
 
 
-def run(bench: Bench) -> None:
+def run(bench: Bench, provenance: Mapping[str, Any]) -> None:
+    """provenance: for the raw data."""
     form = bench.form
     point, curve = bench.point_trace, bench.curve_trace
     with bench.servers(bench.stock) as servers:
@@ -181,7 +184,7 @@ def run(bench: Bench) -> None:
         print_compared(title, by_name)
     print(f"\n{predicted}")
     raw = {title: {name: [asdict(one) for one in runs] for name, runs in by_name.items()} for title, by_name in compared.items()}
-    (bench.folder / "results.json").write_text(json.dumps({"machine": machine(), "dtype": fast_dtype(), "runs": raw}, indent=1))
+    (bench.folder / "results.json").write_text(json.dumps({**provenance, "runs": raw}, indent=1))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -193,17 +196,19 @@ def main(arguments: Sequence[str]) -> None:
     except ConfigError as error:
         parser.error(str(error))
     args.output.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps([args.point, args.curve, args.tbt_slo_ms, args.vllm_args, str(args.traces), fast_dtype()])
+    provenance = {"commit": commit(), "machine": machine(), "dtype": fast_dtype()}
+    chosen = {name: getattr(args, name) for name in ("point", "curve", "tbt_slo_ms", "vllm_args")}
+    settings = json.dumps({**provenance, **chosen, "traces": str(args.traces)})
     known = args.output / "settings.json"
     if known.exists() and known.read_text() != settings:
-        parser.error(f"{args.output} holds runs of other options, {known.read_text()}: take another --output")
+        parser.error(f"{args.output} holds runs of other options, another commit or machine, {known.read_text()}: take another --output")
     known.write_text(settings)
     print(
-        f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *arguments])}\nmachine: {json.dumps(machine())}; {fast_dtype()}",
+        f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *arguments])}\n{json.dumps(provenance)}",
         flush=True,
     )
     try:
-        run(bench)
+        run(bench, provenance)
     except DynaServeError as error:
         print(f"bench-batching: {error}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -24,17 +23,18 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-import httpx
 import numpy as np
 import psutil
 
+from benchmarks.parsers import parser_of
 from benchmarks.processes import Held, held
 from dynaserve.bench import options, trial
+from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
+from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
-from dynaserve.metrics_page import total
 
 WORKLOAD, SPLIT = "fixed:128,32", 140
 MIB = 2**20
@@ -60,12 +60,6 @@ class Watch:
                         self.samples.setdefault(f"{name}, process {pid}", []).append((time.monotonic(), held(pid)))
 
 
-def deaths(fleet: LocalFleet) -> float:
-    """How often the front-end has declared an instance dead."""
-    page = httpx.get(f"{fleet.frontend_url}/metrics", timeout=60).raise_for_status().text
-    return total(page, "dynaserve_instance_deaths_total")
-
-
 def report(samples: Mapping[str, Sequence[tuple[float, Held]]]) -> None:
     print("| process | memory, MiB: first, last | slope, MiB an hour | open files | sockets | threads |")
     print("|---|---|---|---|---|---|")
@@ -83,14 +77,17 @@ def report(samples: Mapping[str, Sequence[tuple[float, Held]]]) -> None:
 
 
 def serve(url: str, rate_per_s: float, duration_s: float, args: argparse.Namespace) -> Counter[str]:
-    """Half of the requests of each kind, by two clients at the same time. Returns how many failed, by reason."""
+    """Half of the requests of each kind, by two clients at the same time. Returns how many failed, by reason.
+
+    Raises NotTrusted if a client was late: another run of it would be alone, and hide what failed in the first one.
+    """
     common = ["--url", url, "--workload", WORKLOAD, "--rate", f"{rate_per_s / 2:g}", "--duration-s", f"{duration_s:g}"]
     common += ["--max-client-lag-ms", f"{args.max_client_lag_ms:g}"]
     bodies = {"whole": {}, "cut": {"vllm_xargs": {"dynaserve_split": SPLIT}}}
 
     def replay(kind: str, seed: int) -> Counter[str]:
         chosen = options.parse([*common, "--extra-body", json.dumps(bodies[kind])])
-        summary = trial.run(chosen, rate_per_s / 2, seed, lambda _: None).summary
+        summary = trial.run(chosen, rate_per_s / 2, seed, attempts=1).summary
         tbt = summary.tbt_ms
         line = f"{kind}: {summary.finished} of {summary.requests} finished, TBT P99 {tbt.p99 if tbt else 0:.0f} ms"
         sys.stdout.write(f"{line}\n")  # at once: the other client may write at the same time
@@ -100,20 +97,28 @@ def serve(url: str, rate_per_s: float, duration_s: float, args: argparse.Namespa
         return sum(pool.map(replay, bodies, count(args.seed)), Counter())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench-endurance", description=__doc__)
-    parser.add_argument("--rate", type=float, required=True, help="requests per second; 0.8 of the capacity that bench-overload prints")
-    parser.add_argument("--minutes", type=float, default=30.0, help="(default: %(default)s)")
-    parser.add_argument("--warm-up-s", type=float, default=600.0, help="(default: %(default)s)")
-    parser.add_argument("--every-s", type=float, default=10.0, help="between samples (default: %(default)s)")
-    parser.add_argument("--max-client-lag-ms", type=float, default=1000.0, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    os.environ.update(ONEDNN_CACHE)
-    print(f"command: {shlex.join(sys.argv)}; seed {args.seed}; {fast_dtype()}\nmachine: {json.dumps(machine())}", flush=True)
+def main(arguments: Sequence[str]) -> None:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if 60 * args.minutes < 2 * args.every_s:
+        parser.error(f"--minutes {args.minutes:g} is too short for two samples, {args.every_s:g} s (--every-s) apart")
+    command = shlex.join(["python", "-m", "benchmarks.endurance", *arguments])
+    print(f"command: {command}; seed {args.seed}; {fast_dtype()}\nmachine: {json.dumps(machine())}", flush=True)
+    try:
+        samples, failures, dead = run(args)
+    except DynaServeError as error:
+        print(f"bench-endurance: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    report(samples)
+    print(f"healthy instances declared dead: {dead:.0f} times; requests that failed: {dict(failures)}")
+    raise SystemExit(1 if failures or dead else 0)
+
+
+def run(args: argparse.Namespace) -> tuple[Mapping[str, Sequence[tuple[float, Held]]], Counter[str], float]:
+    """Samples by process, requests that failed by reason, and how often an instance was declared dead. Raises DynaServeError."""
     with (
         tempfile.TemporaryDirectory() as logs,
-        LocalFleet(smollm2(), dtype=fast_dtype(), log_dir=Path(logs)) as fleet,
+        LocalFleet(smollm2(), dtype=fast_dtype(), env=ONEDNN_CACHE, log_dir=Path(logs)) as fleet,
         ThreadPoolExecutor(1) as watcher,
     ):
         serve(fleet.frontend_url, args.rate, args.warm_up_s, args)
@@ -124,11 +129,20 @@ def main() -> None:
         finally:
             watch.over.set()
         watching.result()
-        dead = deaths(fleet)
-    report(watch.samples)
-    print(f"healthy instances declared dead: {dead:.0f} times; requests that failed: {dict(failures)}")
-    raise SystemExit(1 if failures or dead else 0)
+        return watch.samples, failures, fleet.deaths()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("endurance", __doc__, "--rate 8.8 --minutes 30")
+    followed = "requests per second; 0.8 of the capacity that bench-overload prints"
+    parser.add_argument("--rate", type=positive, required=True, metavar="R", help=followed)
+    parser.add_argument("--minutes", type=positive, default=30.0, metavar="T", help="(default: %(default)s)")
+    parser.add_argument("--warm-up-s", type=positive, default=600.0, metavar="T", help="(default: %(default)s)")
+    parser.add_argument("--every-s", type=positive, default=10.0, metavar="T", help="between samples (default: %(default)s)")
+    parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help="at P99 (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the arrivals (default: %(default)s)")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

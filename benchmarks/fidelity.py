@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.checkout import commit
 from benchmarks.parsers import parser_of
 from dynaserve.bench import capacity, options, simulate, trial
 from dynaserve.bench.options import positive, whole
@@ -35,6 +36,7 @@ from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import INDEX, LocalFleet
 from dynaserve.local.model import smollm2
+from dynaserve.machine import fast_dtype
 from dynaserve.step_report import read_log
 
 DISAGGREGATED = "disaggregated"
@@ -43,8 +45,6 @@ POLICIES = ("colocated", DISAGGREGATED, "dynamic")
 WITHIN = 0.15
 SHARE = 0.5
 LEAST_HAND_OFF_MS = 0.1
-KV_TOKEN_BYTES = 2 * 30 * 3 * 64 * 2
-"""Of SmolLM2-135M in bfloat16: keys and values of 30 layers of 3 heads of 64."""
 MOST_STEP_TOKENS = 2048
 MOST_RUNNING = 128
 START_TIMEOUT_S = 900.0
@@ -57,6 +57,7 @@ class Figures:
     tbt_p99_ms: float
     ttft_p50_ms: float
     capacity_per_s: float | None = None
+    """0: not servable; None: not searched."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,16 @@ class Timing:
         return ["--step-sigma", f"{self.sigma:.4g}", *hand_off]
 
 
+def kv_tokens(dtype: str) -> int:
+    """How many one GiB holds of SmolLM2-135M: keys and values of 30 layers of 3 heads of 64."""
+    return (1 << 30) // (2 * 30 * 3 * 64 * {"bfloat16": 2, "float32": 4}[dtype])
+
+
 def main(arguments: Sequence[str]) -> None:
     args = _parser().parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
-    print(f"command: {shlex.join(['python', '-m', 'benchmarks.fidelity', *arguments])}\nmachine: {json.dumps(machine())}", flush=True)
+    command = shlex.join(["python", "-m", "benchmarks.fidelity", *arguments])
+    print(f"command: {command}\nmachine: {json.dumps(machine())}; commit {commit()}; {fast_dtype()}", flush=True)
     requests = (*shlex.split(args.trace), "--duration-s", f"{args.duration_s:g}", "--seed", str(args.seed))
     load = Load(requests, args.rate, args.tbt_slo_ms, not args.quick)
     try:
@@ -135,13 +142,15 @@ def _at_a_rate(load: Load, url: str) -> Load:
 
 def _fleet(load: Load, folder: Path) -> LocalFleet:
     where = folder.absolute()
+    for index in range(LocalFleet.instances):
+        (where / f"profile-{index}.json").unlink(missing_ok=True)  # of an earlier call, which ended with prefill alone on one of them
     ours = ("--dynaserve-batching", "slo", "--tbt-slo-ms", f"{load.tbt_slo_ms:g}")
     files = ("--dynaserve-profile", f"{where}/profile-{INDEX}.json", "--dynaserve-step-log", f"{where}/steps-{INDEX}.csv")
     limits = ("--max-num-batched-tokens", str(MOST_STEP_TOKENS), "--max-num-seqs", str(MOST_RUNNING))
     return LocalFleet(
         smollm2(),
         vllm_args=("--served-model-name", "model", *limits, *ours, *files),
-        dtype="bfloat16",
+        dtype=fast_dtype(),
         log_dir=where / "logs",
         start_timeout_s=START_TIMEOUT_S,
     )
@@ -155,8 +164,7 @@ def _replay(load: Load, url: str, output: Path) -> Figures:
 
 def _with_capacity(real: Figures, load: Load, url: str, output: Path) -> Figures:
     command = ["capacity", "--url", url, *load.shared(), "--repetitions", "1", "--max-client-lag-ms", "1000", "--output", str(output)]
-    found = _bench(command, output)["capacity_per_s"]
-    return replace(real, capacity_per_s=found)
+    return replace(real, capacity_per_s=_bench(command, output)["capacity_per_s"] or 0.0)
 
 
 def _bench(arguments: Sequence[str], output: Path) -> dict[str, Any]:
@@ -198,25 +206,26 @@ def hand_off_ms_of(records: Sequence[Mapping[str, Any]], step_ms: float) -> floa
 
 def _simulate(load: Load, policy: str, profile: Path, timing: Timing) -> Figures:
     """The margin of the local scheduler and the noise of the steps are both the measured sigma."""
-    kv_tokens = (1 << 30) // KV_TOKEN_BYTES
     fleet = ("--profile", str(profile), "--policy", policy, "--batching", "slo", "--expect", "exact")
-    limits = ("--chunk", str(MOST_STEP_TOKENS), "--max-running", str(MOST_RUNNING), "--kv-tokens", str(kv_tokens))
+    limits = ("--chunk", str(MOST_STEP_TOKENS), "--max-running", str(MOST_RUNNING), "--kv-tokens", str(kv_tokens(fast_dtype())))
     arguments = [*fleet, *timing.arguments(), *limits, *load.shared()]
     found = simulate.one_run(arguments).summary
-    capacity = simulate.capacities([*arguments, "--repetitions", "1"])[0] if load.searches else None
+    capacity = simulate.capacities([*arguments, "--repetitions", "1"])[0] or 0.0 if load.searches else None
     ttft = math.nan if found.ttft_ms is None else found.ttft_ms.p50
     return Figures(found.goodput_tokens_per_s, found.tbt_ms.p50 or math.nan, found.tbt_ms.p99 or math.nan, ttft, capacity)
 
 
-def _rows(real: Figures, simulated: Figures) -> list[tuple[str, float, float, float]]:
-    names = [name for name in Figures.__dataclass_fields__ if getattr(real, name) is not None and getattr(simulated, name) is not None]
-    return [(name, getattr(real, name), getattr(simulated, name), getattr(simulated, name) / getattr(real, name)) for name in names]
+def rows(real: Figures, simulated: Figures) -> list[tuple[str, float, float, float]]:
+    """Name, real, simulated, and their ratio: infinite where only the simulated fleet does anything, 1 where neither does."""
+    names = [name for name in Figures.__dataclass_fields__ if getattr(real, name) is not None]
+    pairs = [(name, getattr(real, name), getattr(simulated, name)) for name in names]
+    return [(name, here, there, there / here if here else math.inf if there else 1.0) for name, here, there in pairs]
 
 
 def _print(policy: str, real: Figures, simulated: Figures, timing: Timing) -> None:
     hand_overs = "" if timing.hand_off_ms is None else f", hand-overs take {timing.hand_off_ms:.1f} ms"
     print(f"{policy}, errors of predicted steps sigma {timing.sigma:.3f}{hand_overs}")
-    for name, measured, found, ratio in _rows(real, simulated):
+    for name, measured, found, ratio in rows(real, simulated):
         verdict = "" if abs(ratio - 1) <= WITHIN else f"  not within {WITHIN:.0%}"
         print(f"  {name:22s} real {measured:9.4g}  simulated {found:9.4g}  ratio {ratio:.2f}{verdict}", flush=True)
 
@@ -226,7 +235,7 @@ def _write(path: Path, table: Sequence[tuple[str, Figures, Figures]]) -> None:
         writer = csv.writer(file)
         writer.writerow(["policy", "figure", "real", "simulated", "ratio"])
         for policy, real, simulated in table:
-            writer.writerows((policy, *row) for row in _rows(real, simulated))
+            writer.writerows((policy, *row) for row in rows(real, simulated))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,12 +26,15 @@ from statistics import mean, median
 
 import httpx
 
+from benchmarks.parsers import parser_of
 from dynaserve.bench.client import Planned, http_client, send
 from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.measures import Distribution
+from dynaserve.bench.options import positive, whole
 from dynaserve.bench.processes import cpu_s
 from dynaserve.bench.report import machine
 from dynaserve.bench.systems import System, started
+from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import HOST, LocalFleet, free_ports
 from dynaserve.local.model import cache_dir, random_model, smollm2
 from workloads.trace import TraceRequest
@@ -157,15 +160,19 @@ def _costs(turns: Sequence[Sequence[Part]]) -> list[tuple[float, float]]:
     return [(median(r for r, _ in costs[name]), median(t for _, t in costs[name])) for name in ("in front", "API servers")]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench-frontend", description=__doc__)
-    parser.add_argument("--streams", type=int, default=32, help="at the same time (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=6, help="of each stream, in each part of a turn (default: %(default)s)")
-    parser.add_argument("--pause-s", type=float, default=0.0, help="of each stream before a request, on average (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    print(f"command: {shlex.join(sys.argv)}; seed {args.seed}\nmachine: {json.dumps(machine())}", flush=True)
+def main(arguments: Sequence[str]) -> None:
+    args = _parser().parse_args(arguments)
+    command = shlex.join(["python", "-m", "benchmarks.frontend", *arguments])
+    print(f"command: {command}; seed {args.seed}\nmachine: {json.dumps(machine())}", flush=True)
+    try:
+        report(measure_in_turns(args))
+    except DynaServeError as error:
+        print(f"bench-frontend: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def measure_in_turns(args: argparse.Namespace) -> dict[str, list[list[Part]]]:
+    """The turns of each system. Raises DynaServeError."""
     model = random_model(smollm2(), cache_dir() / "random-llama", seed=1)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -184,8 +191,20 @@ def main() -> None:
                     turns[name].append(parts)
                     ttft_ms = parts[-1].ttft_ms
                     print(f"turn {turn}, {name}: TTFT p50 {p50(ttft_ms):.1f} ms, p99 {p99(ttft_ms):.1f} ms", flush=True)
-        report(turns)
+        return turns
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("frontend", __doc__, "--streams 32 --requests 6 --pause-s 0.5 --turns 5")
+    parser.add_argument("--streams", type=whole(1), default=32, metavar="N", help="at the same time (default: %(default)s)")
+    each = "of each stream, in each part of a turn (default: %(default)s)"
+    parser.add_argument("--requests", type=whole(1), default=6, metavar="N", help=each)
+    pause = "of each stream before a request, on average (default: none)"
+    parser.add_argument("--pause-s", type=positive, default=0.0, metavar="T", help=pause)
+    parser.add_argument("--turns", type=whole(1), default=5, metavar="N", help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of prompts and lengths (default: %(default)s)")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,8 +1,8 @@
 """What the hand-over costs: KV that leaves after alpha's last step, and the gap between its last token and beta's first.
 
 Real instances of SmolLM2, one core each. Chunked (KV leaves while alpha computes) and unchunked (it leaves at the end) requests
-take turns in one run, after four short ones that are not measured; each is cut in the middle. The second part keeps both instances
-busy with other streams.
+take turns in one run, after six short ones of each kind that are told and not counted; each is cut in the middle. The second part
+keeps both instances busy with other streams.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.parsers import parser_of
+from dynaserve.bench.options import whole
+from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import StolenTime, fast_dtype
@@ -135,6 +138,7 @@ def busy(fleet: LocalFleet, streams: int) -> Iterator[None]:
         while not over.is_set():
             body = {"model": str(fleet.model), "prompt": _prompt(rng, 200), "max_tokens": 400, "ignore_eos": True, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
+                response.raise_for_status()
                 for _ in response.iter_lines():
                     if over.is_set():
                         return
@@ -213,32 +217,44 @@ def measure(fleet: LocalFleet, shape: tuple[int, int], requests: int, seed: int,
         print(f"one token, uncut, on an instance that has rested for {rest_s:.0f} s: p50 {waking:.1f} ms; again at once: {awake:.1f} ms")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench-handoff", description=__doc__)
-    parser.add_argument("--requests", type=int, default=30, help="of each kind (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
+def main(arguments: Sequence[str]) -> None:
+    args = _parser().parse_args(arguments)
+    command = shlex.join(["python", "-m", "benchmarks.handoff", *arguments])
+    print(f"command: {command}; seed {args.seed}; {fast_dtype()}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
+    try:
+        with tempfile.TemporaryDirectory() as logs, _fleet(args, Path(logs)) as fleet:
+            for shape in SHAPES[int(args.long) : 1 if args.short else None]:
+                for streams in (0,) * (not args.busy) + (BUSY_STREAMS,) * (not args.idle):
+                    measure(fleet, shape, args.requests, args.seed, streams)
+    except DynaServeError as error:
+        print(f"bench-handoff: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _fleet(args: argparse.Namespace, logs: Path) -> LocalFleet:
+    return LocalFleet(
+        smollm2(),
+        dtype=fast_dtype(),
+        vllm_args=["--dynaserve-transports", args.transport, "--no-enable-prefix-caching", *args.vllm_args],
+        log_dir=logs,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("handoff", __doc__, "--short --idle --requests 10")
+    parser.add_argument("--requests", type=whole(1), default=30, metavar="N", help="of each kind (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the prompts (default: %(default)s)")
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--short", action="store_true", help="only the short answers")
     shapes.add_argument("--long", action="store_true", help="only the long answers")
     loads = parser.add_mutually_exclusive_group()
     loads.add_argument("--idle", action="store_true", help="only with instances that are idle otherwise")
     loads.add_argument("--busy", action="store_true", help="only beside other streams")
-    parser.add_argument("--transport", default="torch")
-    parser.add_argument("--vllm-args", default="", metavar="ARGS", help='of both instances, as "--dynaserve-batching slo"')
-    args = parser.parse_args()
-    print(f"command: {' '.join(sys.argv)}; seed {args.seed}; {fast_dtype()}; {os.cpu_count()} cores, {os.uname().machine}", flush=True)
-    with tempfile.TemporaryDirectory() as logs:
-        fleet = LocalFleet(
-            smollm2(),
-            dtype=fast_dtype(),
-            vllm_args=["--dynaserve-transports", args.transport, "--no-enable-prefix-caching", *shlex.split(args.vllm_args)],
-            log_dir=Path(logs),
-        )
-        with fleet:
-            for shape in SHAPES[int(args.long) : 1 if args.short else None]:
-                for streams in (0,) * (not args.busy) + (BUSY_STREAMS,) * (not args.idle):
-                    measure(fleet, shape, args.requests, args.seed, streams)
+    parser.add_argument("--transport", default="torch", metavar="NAME", help="(default: %(default)s)")
+    both = 'of both instances, as "--dynaserve-batching slo"'
+    parser.add_argument("--vllm-args", type=shlex.split, default="", metavar="ARGS", help=both)
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

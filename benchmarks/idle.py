@@ -15,13 +15,17 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 
+from benchmarks.parsers import parser_of
+from dynaserve.bench.options import positive, whole
 from dynaserve.bench.processes import cpu_s
 from dynaserve.bench.report import machine
+from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
@@ -88,31 +92,15 @@ def ask(fleet: LocalFleet, number: int) -> int:
     return int(answer["usage"]["completion_tokens"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench-idle", description=__doc__)
-    parser.add_argument("--requests", type=int, default=20, help="half of them in each direction (default: %(default)s)")
-    parser.add_argument("--duration-s", type=float, default=20.0)
-    args = parser.parse_args()
-    print(f"command: {shlex.join(sys.argv)}\nmachine: {json.dumps(machine())}; {fast_dtype()}", flush=True)
-    with tempfile.TemporaryDirectory() as logs:
-        options = ["--dynaserve-park-timeout-ms", "600000", "--no-enable-prefix-caching"]
-        fleet = HoldableFleet(smollm2(), dtype=fast_dtype(), vllm_args=options, log_dir=Path(logs))
-        with fleet, ThreadPoolExecutor(args.requests) as pool:
-            ask(fleet, 0)
-            alone = idle_cores(fleet, args.duration_s)
-            frontend = fleet.pids["frontend"][0]
-            tasks = [pool.submit(ask, fleet, number) for number in range(args.requests)]
-            while sum(state["requests"] for state in held(fleet)) < 2 * args.requests:
-                if any(task.done() for task in tasks):
-                    raise SystemExit("a request ended before all of them were there")
-                time.sleep(0.05)
-            os.kill(frontend, HOLD)
-            try:
-                wait_until_all_wait(fleet, args.requests)
-                waiting = idle_cores(fleet, args.duration_s)
-            finally:
-                os.kill(frontend, GO_ON)
-            assert all(task.result() == OUTPUT_TOKENS for task in tasks)
+def main(arguments: Sequence[str]) -> None:
+    args = _parser().parse_args(arguments)
+    command = shlex.join(["python", "-m", "benchmarks.idle", *arguments])
+    print(f"command: {command}\nmachine: {json.dumps(machine())}; {fast_dtype()}", flush=True)
+    try:
+        alone, waiting = measure(args.requests, args.duration_s)
+    except DynaServeError as error:
+        print(f"bench-idle: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
     for index, (without, among) in enumerate(zip(alone, waiting, strict=True)):
         print(
             f"instance {index}: {without:.1%} of a core without requests, {among:.1%} with {args.requests // 2} parked alphas and "
@@ -120,5 +108,38 @@ def main() -> None:
         )
 
 
+def measure(requests: int, duration_s: float) -> tuple[list[float], list[float]]:
+    """Cores that each instance keeps busy without requests, and with those that all wait. Raises DynaServeError."""
+    vllm_args = ["--dynaserve-park-timeout-ms", "600000", "--no-enable-prefix-caching"]
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        HoldableFleet(smollm2(), dtype=fast_dtype(), vllm_args=vllm_args, log_dir=Path(logs)) as fleet,
+        ThreadPoolExecutor(requests) as pool,
+    ):
+        ask(fleet, 0)
+        alone = idle_cores(fleet, duration_s)
+        frontend = fleet.pids["frontend"][0]
+        tasks = [pool.submit(ask, fleet, number) for number in range(requests)]
+        while sum(state["requests"] for state in held(fleet)) < 2 * requests:
+            if any(task.done() for task in tasks):
+                raise SystemExit("a request ended before all of them were there")
+            time.sleep(0.05)
+        os.kill(frontend, HOLD)
+        try:
+            wait_until_all_wait(fleet, requests)
+            waiting = idle_cores(fleet, duration_s)
+        finally:
+            os.kill(frontend, GO_ON)
+        assert all(task.result() == OUTPUT_TOKENS for task in tasks)
+    return alone, waiting
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("idle", __doc__, "--requests 20 --duration-s 20")
+    parser.add_argument("--requests", type=whole(2), default=20, metavar="N", help="half of them in each direction (default: %(default)s)")
+    parser.add_argument("--duration-s", type=positive, default=20.0, metavar="T", help="of each measurement (default: %(default)s)")
+    return parser
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,14 +1,11 @@
-"""How fast KV blocks are gathered, moved and scattered: on tensors of the shapes of real models, on CUDA or on the CPU.
+"""`make bench-copies`: how fast KV blocks are gathered, moved and scattered, on CUDA or on the CPU.
 
-    python -m benchmarks.kv_copies --device cuda --models 8b 14b 32b
-
-Copies are of blocks in random places, through the transports' own code; beside them the device's plain copy. A push goes from one
-process to another on this machine, both on the same device.
+Tensors have the shapes of real models. Copies are of blocks in random places, through the transports' own code; beside them the
+device's plain copy. A push goes from one process to another on this machine, both on the same device.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -19,12 +16,14 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from benchmarks.parsers import parser_of
+from dynaserve.bench.options import whole
 from dynaserve.kv_transfer import torch_transport
 from dynaserve.kv_transfer.torch_transport import TorchTransport
 from dynaserve.kv_transfer.transport import KvLayers, PushNumber, WorkerEndpoint
@@ -44,6 +43,11 @@ def cache(model: str, num_blocks: int, device: str, seed: int) -> KvLayers:
     torch.manual_seed(seed)  # by itself every process begins with the same one
     shape = (num_blocks, LAYER_BYTES)
     return KvLayers([torch.randint(256, shape, dtype=torch.uint8, device=device) for _ in range(LAYERS[model])])
+
+
+def piece_blocks(model: str, piece_mib: int) -> int:
+    """How many blocks are a piece: at least one."""
+    return max(1, piece_mib * MIB // (LAYERS[model] * LAYER_BYTES))
 
 
 def synchronize(device: str) -> None:
@@ -68,7 +72,7 @@ def copies(model: str, num_blocks: int, device: str, piece_mib: int) -> dict[str
     kv = cache(model, num_blocks, device, seed=1)
     transport = TorchTransport("copies", "127.0.0.1", kv)
     try:
-        size = max(1, piece_mib * MIB // kv.block_bytes)
+        size = piece_blocks(model, piece_mib)
         blocks = random.Random(1).sample(range(num_blocks), size)
         on_device = torch.empty(size * kv.block_bytes, dtype=torch.uint8, device=device)
         staged = torch.empty(on_device.numel(), dtype=torch.uint8, pin_memory=device == "cuda")
@@ -154,21 +158,26 @@ def push(model: str, num_blocks: int, piece_mib: int, device: str) -> float:
             process.kill()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--models", nargs="+", choices=LAYERS, default=["8b"])
-    parser.add_argument("--blocks", type=int, default=128, help="of a cache; a push is of half as many (default: %(default)s)")
-    parser.add_argument("--piece-mib", nargs="+", type=int, default=[8, 32], help="(default: %(default)s)")
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> None:
+    parser = parser_of("kv_copies", __doc__, "--device cuda --models 8b 14b 32b")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=LAYERS, default=["8b"], help="(default: 8b)")
+    parser.add_argument(
+        "--blocks", type=whole(2), default=128, metavar="N", help="of a cache; a push is of half as many (default: %(default)s)"
+    )
+    parser.add_argument("--piece-mib", nargs="+", type=whole(1), default=[8, 32], metavar="N", help="(default: 8 32)")
+    args = parser.parse_args(arguments)
+    cases = list(itertools.product(args.models, args.piece_mib))
+    for model, piece_mib in cases:
+        if (size := piece_blocks(model, piece_mib)) > args.blocks:
+            parser.error(f"--piece-mib {piece_mib} is {size} blocks of {model}, more than the {args.blocks} of a cache (--blocks)")
     where = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
-    print(f"{shlex.join(['python', '-m', 'benchmarks.kv_copies', *sys.argv[1:]])}; seed 1; {where}; torch {torch.__version__}")
-    for model in args.models:
-        for piece_mib in args.piece_mib:
-            rates = copies(model, args.blocks, args.device, piece_mib)
-            rates["push"] = push(model, args.blocks, piece_mib, args.device)
-            print(json.dumps({"model": model, "piece_mib": piece_mib, **{k: round(v, 2) for k, v in rates.items()}}), flush=True)
+    print(f"{shlex.join(['python', '-m', 'benchmarks.kv_copies', *arguments])}; seed 1; {where}; torch {torch.__version__}")
+    for model, piece_mib in cases:
+        rates = copies(model, args.blocks, args.device, piece_mib)
+        rates["push"] = push(model, args.blocks, piece_mib, args.device)
+        print(json.dumps({"model": model, "piece_mib": piece_mib, **{k: round(v, 2) for k, v in rates.items()}}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -20,11 +20,14 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.parsers import parser_of
 from dynaserve.bench import options, trial
 from dynaserve.bench.measures import Summary
+from dynaserve.bench.options import positive, whole
 from dynaserve.bench.records import RequestRecord
 from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
+from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import StolenTime, fast_dtype
@@ -83,10 +86,11 @@ def token_counts(urls: Sequence[str]) -> tuple[float, float]:
 
 
 def measure(fleet: LocalFleet, rate_per_s: float, duration_s: float, args: argparse.Namespace) -> Load:
+    """Raises NotTrusted if the client was late: the instances have counted that run, too."""
     before = token_counts(fleet.urls)
     chosen = ["--url", fleet.frontend_url, "--workload", WORKLOAD, "--rate", f"{rate_per_s:g}", "--duration-s", f"{duration_s:g}"]
     slo = ["--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--max-client-lag-ms", f"{args.max_client_lag_ms:g}"]
-    run: Trial = trial.run(options.parse([*chosen, *slo]), rate_per_s, args.seed, lambda _: None)
+    run: Trial = trial.run(options.parse([*chosen, *slo]), rate_per_s, args.seed, attempts=1)
     counted, in_time = (after - then for after, then in zip(token_counts(fleet.urls), before, strict=True))
     if not counted:
         raise SystemExit(f"the instances have counted no {TBT_TOKENS}: did no request get a second token?")
@@ -96,7 +100,7 @@ def measure(fleet: LocalFleet, rate_per_s: float, duration_s: float, args: argpa
 
 
 def overload(fleet: LocalFleet, args: argparse.Namespace) -> bool:
-    """Whether every goal is reached."""
+    """Whether every goal is reached. Raises DynaServeError."""
     print("| requests/s | asked | 200 | 429 | otherwise | output tokens/s | TTFT P50, ms | P99 | gaps within the SLO | for the instances |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     rising = [measure(fleet, args.first_rate, args.step_s, args)]
@@ -125,38 +129,60 @@ def overload(fleet: LocalFleet, args: argparse.Namespace) -> bool:
     return all(goals.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench-overload", description=__doc__)
-    instances = max(1, len(os.sched_getaffinity(0)) - 1)
-    parser.add_argument("--instances", type=int, default=instances, help="(default: one less than cores, here %(default)s)")
-    parser.add_argument("--tbt-slo-ms", type=float, default=100.0, help="(default: %(default)s)")
-    parser.add_argument("--ttft-slo-ms", type=float, default=5000.0, help="(default: %(default)s)")
-    parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second (default: %(default)s)")
-    parser.add_argument("--step-s", type=float, default=40.0, help="how long each load of the rise takes (default: %(default)s)")
-    parser.add_argument("--times", type=float, default=3.0, help="the capacity (default: %(default)s)")
-    parser.add_argument("--overload-s", type=float, default=120.0, help="(default: %(default)s)")
-    # The client shares its cores with engines that are overloaded.
-    parser.add_argument("--max-client-lag-ms", type=float, default=1000.0, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    print(f"command: {shlex.join(sys.argv)}; seed {args.seed}; {fast_dtype()}\nmachine: {json.dumps(machine())}", flush=True)
+def main(arguments: Sequence[str]) -> None:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    for option, seconds in (("--step-s", args.step_s), ("--overload-s", args.overload_s)):
+        if seconds <= FILLING_S:
+            parser.error(f"{option} {seconds:g} leaves nothing to count: the first {FILLING_S:g} s of a load fill the fleet")
+    command = shlex.join(["python", "-m", "benchmarks.overload", *arguments])
+    print(f"command: {command}; seed {args.seed}; {fast_dtype()}\nmachine: {json.dumps(machine())}", flush=True)
     print(
         f"{WORKLOAD}, Poisson arrivals, {args.instances} instances; SLO: TBT {args.tbt_slo_ms:g} ms, TTFT {args.ttft_slo_ms:g} ms\n",
         flush=True,
     )
-    with tempfile.TemporaryDirectory() as logs:
-        fleet = LocalFleet(
-            smollm2(),
-            instances=args.instances,
-            dtype=fast_dtype(),
-            vllm_args=["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--no-enable-prefix-caching"],
-            frontend_args=["--fleet-tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--fleet-ttft-slo-ms", f"{args.ttft_slo_ms:g}"],
-            log_dir=Path(logs),
-        )
-        with fleet:
+    try:
+        with tempfile.TemporaryDirectory() as logs, _fleet(args, Path(logs)) as fleet:
             reached = overload(fleet, args)
+    except DynaServeError as error:
+        print(f"bench-overload: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
     raise SystemExit(0 if reached else 1)
 
 
+def _fleet(args: argparse.Namespace, logs: Path) -> LocalFleet:
+    return LocalFleet(
+        smollm2(),
+        instances=args.instances,
+        dtype=fast_dtype(),
+        vllm_args=["--dynaserve-batching", "slo", "--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--no-enable-prefix-caching"],
+        frontend_args=["--fleet-tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--fleet-ttft-slo-ms", f"{args.ttft_slo_ms:g}"],
+        log_dir=logs,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("overload", __doc__, "--first-rate 6 --tbt-slo-ms 200 --ttft-slo-ms 10000")
+    instances = max(1, len(os.sched_getaffinity(0)) - 1)
+    parser.add_argument(
+        "--instances", type=whole(1), default=instances, metavar="N", help="(default: one less than cores, here %(default)s)"
+    )
+    parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
+    parser.add_argument("--ttft-slo-ms", type=positive, default=5000.0, metavar="MS", help="(default: %(default)s)")
+    parser.add_argument("--first-rate", type=positive, default=1.0, metavar="R", help="requests per second (default: %(default)s)")
+    longer = f"more than the {FILLING_S:g} s that fill the fleet"
+    parser.add_argument(
+        "--step-s", type=positive, default=40.0, metavar="T", help=f"how long each load of the rise takes, {longer} (default: %(default)s)"
+    )
+    parser.add_argument("--times", type=positive, default=3.0, metavar="X", help="the capacity (default: %(default)s)")
+    parser.add_argument(
+        "--overload-s", type=positive, default=120.0, metavar="T", help=f"how long the overload takes, {longer} (default: %(default)s)"
+    )
+    # The client shares its cores with engines that are overloaded.
+    parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help="at P99 (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of the arrivals (default: %(default)s)")
+    return parser
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

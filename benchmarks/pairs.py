@@ -33,6 +33,7 @@ from dynaserve.files import only_writer, write_in_one_move
 from dynaserve.machine import fast_dtype
 
 FAILED, INTERRUPTED = 1, 130
+RESULTS = "pairs.json"
 DEFAULT = "(default: %(default)s)"
 
 
@@ -64,8 +65,10 @@ def main(arguments: Sequence[str]) -> None:
     try:
         rates = _rates(args.cases)
         campaign = _campaign(args, list(rates))
-        campaign.check()
+        campaign.check(machine())
         site = campaign.site()
+        if (campaign.output / RESULTS).exists():
+            raise ConfigError(f"{campaign.output / RESULTS} holds the runs of another call: take another --output, or delete it")
     except ConfigError as error:
         parser.error(str(error))
     provenance = {
@@ -82,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
             for one in run(campaign, rates, range(campaign.seed, campaign.seed + args.seeds), site.system):
                 found.append(one)
                 print(_line(one), flush=True)
-                write(campaign.output / "pairs.json", provenance, found)
+                write(campaign.output / RESULTS, provenance, found)
     except (DynaServeError, KeyboardInterrupt) as error:
         print(f"bench-pairs: {str(error) or 'interrupted'}", file=sys.stderr)
         raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED) from error
@@ -102,7 +105,9 @@ def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[in
             for workload, rate_per_s in rates_per_s.items():
                 for name in compare.in_order(campaign.systems, seed):
                     opts = replace(campaign.replay(workload, tbt_slo_ms), urls=serving[name].urls)
-                    yield PairedRun(workload, name, trial.run(opts, rate_per_s, seed, front_pids=serving[name].front_pids))
+                    run = trial.run(opts, rate_per_s, seed, front_pids=serving[name].front_pids)
+                    serving[name].check()
+                    yield PairedRun(workload, name, run)
 
 
 def markdown(names: Sequence[str], found: Sequence[PairedRun]) -> str:

@@ -1,15 +1,16 @@
 """`make bench-scheduler`: what a decision of the dynamic policy costs, and how far it is from trying every cut.
 
 Decisions are timed from Python, in CPU time of the thread (a machine that pauses processes says nothing by the wall clock), on fleets
-that are full of live requests. The gap is that of the objective to the lowest one that an exhaustive search finds: over all whole
-runs and every cut at each token, inside the prompt, at its end and inside the answer, on all ordered pairs of instances. The
-fleets are random, with running decodes and waiting prompts.
+that are full of live requests; those whose placement is timed come beside them, and end as predicted. The gap is that of the objective
+to the lowest one that an exhaustive search finds: over all whole runs and every cut at each token, inside the prompt, at its end and
+inside the answer, on all ordered pairs of instances. Its fleets are random, with running decodes and waiting prompts.
 The predictor's error is that to walking every step by the same table and batch rule; against real instances, `make bench-predictor`.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import random
 import statistics
@@ -29,8 +30,10 @@ from tests.virtual_instance import SteppingInstance
 
 SIZES = ((2, 64), (8, 128), (64, 256), (1024, 100))
 A100_14B = Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4)
-ANSWER_TOKENS = 100_000
-"""Longer than the benchmark lasts: the fleet stays full."""
+ANSWER_TOKENS = 4_000
+"""Of those that fill the fleet: none ends while it lasts."""
+LASTS_MS = 40_000.0
+"""Of virtual time, by which contexts have grown; then another full fleet takes its place."""
 REST_MS = 800.0
 """Between two requests for one instance, on average: some six tenths of what it can prefill beside its decodes."""
 
@@ -59,10 +62,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _print_size(instances: int, live: int, decisions: int, seed: int) -> None:
     rng = random.Random(seed)
-    scheduler, now_ms = _full_fleet(instances, live, rng)
+    until_ms = now_ms = 0.0
+    running: list[tuple[float, str]] = []
     taken_us, probes, cuts = [], [], 0
     for number in range(decisions):
+        if now_ms >= until_ms:
+            scheduler, now_ms = _full_fleet(instances, live, rng)
+            until_ms = now_ms + LASTS_MS
+            running.clear()
         now_ms += rng.expovariate(instances / REST_MS)
+        while running and running[0][0] <= now_ms:
+            scheduler.finish(heapq.heappop(running)[1], now_ms)
         spec = _request(f"timed-{number}", rng.randint(50, 4000), rng.randint(10, 400))
         started_s = time.thread_time()
         placement = scheduler.place(spec, now_ms)
@@ -71,7 +81,8 @@ def _print_size(instances: int, live: int, decisions: int, seed: int) -> None:
         assert placement.prediction is not None
         probes.append(placement.prediction.probes)
         cuts += placement.beta is not None
-        scheduler.finish(str(number), now_ms)
+        took_ms = placement.prediction.ttft_ms + spec.expected_output_tokens * placement.prediction.decode_step_ms
+        heapq.heappush(running, (now_ms + took_ms, spec.request_id))
     size = f"{instances} x {live}"
     p50, p99 = _quantile(taken_us, 0.5), _quantile(taken_us, 0.99)
     print(f"{size:>18s} {p50:8.0f} {p99:8.0f} {statistics.mean(probes):12.1f} {cuts / decisions:6.0%}")

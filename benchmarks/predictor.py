@@ -27,12 +27,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fidelity import KV_TOKEN_BYTES, MOST_RUNNING, MOST_STEP_TOKENS, sigma_of
+from benchmarks.fidelity import MOST_RUNNING, MOST_STEP_TOKENS, kv_tokens, sigma_of
 from benchmarks.hindsight import Shape, Times, by_chance, with_all_known
 from benchmarks.parsers import parser_of
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.bench.verdict import growth
+from dynaserve.errors import DynaServeError
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.global_scheduler import Options, Policy
 from dynaserve.latency_profile import load
@@ -164,6 +165,15 @@ def steadiness(ended: Sequence[Ended]) -> str:
 def main(arguments: Sequence[str]) -> None:
     args = _parser().parse_args(arguments)
     print(f"machine: {json.dumps(machine())}; seed {args.seed}; {fast_dtype()}", flush=True)
+    try:
+        run(args)
+    except DynaServeError as error:
+        print(f"bench-predictor: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises DynaServeError."""
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
         with fleet_of(profile, Path(folder) / "teach", "--policy", "colocated") as fleet:
@@ -177,7 +187,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def compare(learnt: Path, folder: Path, rate_per_s: float, arrivals: str, args: argparse.Namespace) -> None:
-    """learnt: the profile, which the front-end starts with; the instances go on learning with a copy."""
+    """learnt: the profile, which the front-end starts with; the instances go on learning with a copy. Raises DynaServeError."""
     folder.mkdir()
     table = load(learnt)
     profile = folder / "profile.json"
@@ -195,16 +205,19 @@ def compare(learnt: Path, folder: Path, rate_per_s: float, arrivals: str, args: 
     logs = [folder / f"steps-{index}.csv" for index in range(INSTANCES)]
     sigma = max(sigma_of(log, began_s) for log in logs)
     limits = InstanceLimits(
-        max_requests=MOST_RUNNING, max_step_tokens=MOST_STEP_TOKENS, kv_tokens=(1 << 30) // KV_TOKEN_BYTES, step_ms=step_limit_ms(logs)
+        max_requests=MOST_RUNNING, max_step_tokens=MOST_STEP_TOKENS, kv_tokens=kv_tokens(fast_dtype()), step_ms=step_limit_ms(logs)
     )
     report_hindsight(ended, with_all_known(records, table, limits))
     report_chance(records, table, limits, sigma, rate_per_s, arrivals, args.seed)
 
 
 def step_limit_ms(logs: Sequence[Path]) -> float:
-    """That steps of prefill and decodes aimed at, in the median."""
+    """That steps of prefill and decodes aimed at, in the median. Raises DynaServeError if there was none."""
     steps = [step for log in logs for step in read_log(log)]
-    return median(step.limit_ms for step in steps if step.limit_ms is not None and step.measured.prefill_tokens)
+    limits_ms = [step.limit_ms for step in steps if step.limit_ms is not None and step.measured.prefill_tokens]
+    if not limits_ms:
+        raise DynaServeError(f"none of {len(steps)} steps had prefill beside decodes: take more --requests or a higher --rate")
+    return median(limits_ms)
 
 
 def report_chance(

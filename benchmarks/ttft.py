@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -20,13 +21,16 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.parsers import parser_of
 from benchmarks.prediction import shape_of
+from dynaserve.bench.options import positive, whole
+from dynaserve.errors import ConfigError
 from dynaserve.step_latency import Roofline, StepSample, fit_roofline
 from dynaserve.step_report import read_log
 from tests.virtual_engine import Engine
 from vllm_plugin.options import PluginOptions
 from workloads import arrivals, catalog
-from workloads.trace import TraceRequest
+from workloads.trace import TraceRequest, WorkloadError
 
 CORE = Roofline(overhead_ms=19.8, token_ms=0.685, knee_tokens=1.4, pair_ms=5.35e-4, decode_ms=0.13, context_ms=2.54e-3)
 WARM_UP_STEPS = 50
@@ -97,16 +101,15 @@ def describe(engine: Engine, seen: Seen, slo_ms: float) -> str:
     )
 
 
-def main() -> None:
-    args = _parser().parse_args()
+def main(arguments: Sequence[str]) -> None:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        machine = CORE if args.step_log is None else machine_of(args.step_log)
+        requests = plan(args)
+    except (ConfigError, WorkloadError, OSError) as error:
+        parser.error(str(error))
     logging.disable(logging.WARNING)
-    machine = CORE
-    if args.step_log is not None:
-        steps = list(read_log(args.step_log))[WARM_UP_STEPS:]
-        machine = fit_roofline([StepSample(shape_of(step.measured), step.measured.measured_ms) for step in steps])
-    workload = catalog.limited(catalog.scaled(catalog.load(args.workload, args.traces), args.scale), 3500)
-    times = arrivals.arrival_times(args.arrivals, workload, args.rate, np.random.default_rng(args.seed))
-    requests = arrivals.schedule(workload, times, requests=None, duration_s=args.duration_s)
     print(f"{machine}\n{len(requests)} requests of {args.workload} x {args.scale:g}, {args.arrivals}, {args.rate:g}/s")
     for name, stock in (("stock", True), ("slo", False)):
         with tempfile.TemporaryDirectory() as folder:
@@ -115,20 +118,36 @@ def main() -> None:
             print(f"{name:6s}{describe(engine, run(engine, requests, args.sigma, random.Random(args.seed)), args.tbt_slo_ms)}", flush=True)
 
 
+def machine_of(log: Path) -> Roofline:
+    """Whose steps are in the log. Raises ConfigError, and OSError if it cannot be read."""
+    steps = list(read_log(log))
+    if len(steps) <= WARM_UP_STEPS:
+        raise ConfigError(f"{log}: has {len(steps)} steps, of which the first {WARM_UP_STEPS} are left out")
+    return fit_roofline([StepSample(shape_of(step.measured), step.measured.measured_ms) for step in steps[WARM_UP_STEPS:]])
+
+
+def plan(args: argparse.Namespace) -> list[TraceRequest]:
+    """Raises WorkloadError."""
+    workload = catalog.limited(catalog.scaled(catalog.load(args.workload, args.traces), args.scale), 3500)
+    times = arrivals.arrival_times(args.arrivals, workload, args.rate, np.random.default_rng(args.seed))
+    return arrivals.schedule(workload, times, requests=None, duration_s=args.duration_s)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft", description=__doc__.partition("\n")[0])
+    options = "--workload azure-conv --traces DIR --scale 0.25 --rate 2.1"
+    parser = parser_of("ttft", __doc__.partition("\n")[0], options)
     parser.add_argument("--workload", default="sample", metavar="NAME", help="as of dynaserve bench replay (default: %(default)s)")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="lengths times X (default: %(default)s)")
+    parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="lengths times X (default: %(default)s)")
     parser.add_argument("--arrivals", default="poisson", metavar="PROCESS", help="(default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=1.5, metavar="R", help="requests per second (default: %(default)s)")
-    parser.add_argument("--duration-s", type=float, default=90.0, metavar="T", help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=2, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--sigma", type=float, default=0.0, metavar="S", help="of the steps' log-normal errors (default: %(default)s)")
-    parser.add_argument("--tbt-slo-ms", type=float, default=100.0, metavar="MS", help="(default: %(default)s)")
+    parser.add_argument("--rate", type=positive, default=1.5, metavar="R", help="requests per second (default: %(default)s)")
+    parser.add_argument("--duration-s", type=positive, default=90.0, metavar="T", help="(default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=2, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--sigma", type=positive, default=0.0, metavar="S", help="of the steps' log-normal errors (default: none)")
+    parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
     parser.add_argument("--step-log", type=Path, metavar="FILE", help="of the machine whose steps are imitated")
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

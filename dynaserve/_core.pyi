@@ -116,7 +116,9 @@ class ProfileTable:
         """
 
     def step_ms(self, shape: BatchShape) -> float:
-        """Predicted latency; it never falls when an argument grows."""
+        """
+        Predicted latency; it never falls when tokens, pairs, decodes or the mean context grow.
+        """
 
     def observe(self, shape: BatchShape, measured_ms: float) -> None:
         """
@@ -218,6 +220,9 @@ class PrefillBudget:
     @property
     def reason(self) -> BudgetReason: ...
 
+    @property
+    def within(self) -> int: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
@@ -311,18 +316,14 @@ class Forecast:
     @property
     def end_ms(self) -> float: ...
 
+    @property
+    def last_prefill_tokens(self) -> int: ...
+
     def __eq__(self, arg: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
 
     def __repr__(self) -> str: ...
-
-class AdmissionOrder(enum.Enum):
-    """Which waiting request is looked at first."""
-
-    arrival = 0
-
-    shortest_prefill = 1
 
 class Horizon(enum.Enum):
     """How far a prediction goes."""
@@ -336,7 +337,7 @@ class ExecutionPredictor:
     The virtual batches that one instance is going to run.  Times never go back.  Not thread-safe.
     """
 
-    def __init__(self, table: ProfileTable, limits: InstanceLimits, order: AdmissionOrder = AdmissionOrder.arrival) -> None:
+    def __init__(self, table: ProfileTable, limits: InstanceLimits) -> None:
         """ValueError: a limit is out of range."""
 
     def predict(self, newcomer: VirtualRequest, now_ms: float, horizon: Horizon = Horizon.end) -> Forecast:
@@ -389,7 +390,7 @@ class ExecutionPredictor:
 
     def change(self, changed: VirtualRequest, now_ms: float) -> bool:
         """
-        Gives the request of that key other work, in its place; False: it is not there, or decodes already.
+        Gives the request of that key other work, in its place; a beta that is ready later waits again.  False: it is not there, or decodes already and is to compute prefill.
         ValueError: as `predict`.
         """
 
@@ -991,7 +992,13 @@ class Choice:
     def whole_objective_ms(self) -> float: ...
 
     @property
+    def alpha_start_ms(self) -> float: ...
+
+    @property
     def hand_off_ms(self) -> float: ...
+
+    @property
+    def beta_start_ms(self) -> float: ...
 
     @property
     def probes(self) -> int: ...
@@ -1022,7 +1029,7 @@ class PendingHandOff:
 class Revision:
     """Another cut, or none (None), and what it and the old one cost."""
 
-    def __init__(self, split_token: int | None, reason: RevisionReason, *, objective_ms: float, kept_objective_ms: float) -> None: ...
+    def __init__(self, split_token: int | None, reason: RevisionReason, *, objective_ms: float, kept_objective_ms: float, hand_off_ms: float = 0.0, probes: int = 0) -> None: ...
 
     @property
     def split_token(self) -> int | None: ...
@@ -1035,6 +1042,9 @@ class Revision:
 
     @property
     def kept_objective_ms(self) -> float: ...
+
+    @property
+    def hand_off_ms(self) -> float: ...
 
     @property
     def probes(self) -> int: ...
@@ -1068,7 +1078,10 @@ class BalancedSplit:
     def probes(self) -> int: ...
 
 def find_balanced_split(alpha: ExecutionPredictor, beta: ExecutionPredictor, prompt_tokens: int, end_token: int, tolerance_ms: float, now_ms: float) -> BalancedSplit:
-    """The paper's Algorithm 1: a binary search for equal completion times."""
+    """
+    The paper's Algorithm 1: a binary search for equal completion times.
+    ValueError: there is nothing to compute.
+    """
 
 class Batching(enum.Enum):
     """How a simulated instance forms its steps."""

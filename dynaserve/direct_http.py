@@ -1,4 +1,5 @@
-"""HTTP to processes of the fleet: never through a proxy of the environment, which is for the world outside and may not reach them."""
+"""HTTP to processes of the fleet and to servers that are measured: never through a proxy of the environment, which is for the world
+outside and may not reach them."""
 
 from __future__ import annotations
 

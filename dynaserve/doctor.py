@@ -84,9 +84,9 @@ def check_engine() -> Finding:
     except ConfigError as error:
         return Finding("fault", str(error), "install the vLLM version that it names")
     except metadata.PackageNotFoundError:
-        return Finding("fault", "no distribution named vllm", "pip install 'dynaserve[vllm]', or see the README for vLLM's CPU build")
+        return Finding("fault", "no distribution named vllm", "pip install '.[vllm]' in a checkout, or see the README for vLLM's CPU build")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # what an incomplete installation raises when it is imported
-        return Finding("fault", f"vLLM cannot be imported: {type(error).__name__}: {error}", "pip install 'dynaserve[vllm]'")
+        return Finding("fault", f"vLLM cannot be imported: {type(error).__name__}: {error}", "pip install '.[vllm]' in a checkout")
     return Finding("ok", f"vLLM {version} is one that the plugin fits")
 
 

@@ -5,6 +5,6 @@ One of the doors to `dynaserve._core`; the contract is in `cpp_scheduler/include
 
 from __future__ import annotations
 
-from dynaserve._core import AdmissionOrder, ExecutionPredictor, Forecast, Horizon, InstanceLimits, VirtualRequest
+from dynaserve._core import ExecutionPredictor, Forecast, Horizon, InstanceLimits, VirtualRequest
 
-__all__ = ["AdmissionOrder", "ExecutionPredictor", "Forecast", "Horizon", "InstanceLimits", "VirtualRequest"]
+__all__ = ["ExecutionPredictor", "Forecast", "Horizon", "InstanceLimits", "VirtualRequest"]

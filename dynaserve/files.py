@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,13 @@ from dynaserve.errors import ConfigError
 def write_in_one_move(path: Path, content: bytes) -> None:
     """A reader finds the old file or the new one, also if the writer is killed. Makes the folders that are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with scratch.open("xb") as file:  # of the umask's mode, which `mkstemp` would not give it
             file.write(content)
-        Path(scratch).replace(path)
+        scratch.replace(path)
     except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
 
 
@@ -33,8 +34,8 @@ def check_replaceable(path: Path) -> None:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-    if path.is_dir():
-        raise ConfigError(f"{path}: cannot be written: it is a folder")
+    if path.exists() and not path.is_file():  # such as /dev/stdout, which the move would replace
+        raise ConfigError(f"{path}: cannot be written: it is {'a folder' if path.is_dir() else 'no file'}")
 
 
 @contextmanager

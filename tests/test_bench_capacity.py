@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,15 +13,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaserve.bench import capacity
+from dynaserve.bench import capacity, options, replay
 from dynaserve.bench.capacity import Repetition, SearchOptions, following
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.records import Failure, RequestRecord
-from dynaserve.bench.search import highest_rate
+from dynaserve.bench.search import FACTOR, Found, highest_rate, steps
 from dynaserve.bench.verdict import LostCause, Verdict, growth, judged
 from tests.completion_server import Act, CompletionServer, running_server
 
 SLO = Slo(100.0)
+
+
+def search(told: Callable[[float], float | None], first: float, step: float = FACTOR) -> Found:
+    """To a resolution of 0.1. told: what the search is sent for each rate that it tries."""
+    rates = steps(first, 0.1, 0.1, 100.0, step)
+    rate = next(rates)
+    while True:
+        try:
+            rate = rates.send(told(rate))
+        except StopIteration as end:
+            found: Found = end.value
+            return found
 
 
 @given(truth=st.floats(0.11, 90.0), first=st.floats(0.1, 100.0), resolution=st.floats(0.01, 0.3))
@@ -48,11 +60,11 @@ def test_the_search_ends_at_its_bounds() -> None:
 def test_a_search_that_begins_near_the_capacity_takes_small_steps_first() -> None:
     tried: list[float] = []
 
-    def passes(rate: float) -> bool:
+    def told(rate: float) -> float | None:
         tried.append(rate)
-        return rate <= 1.3
+        return None if rate <= 1.3 else rate
 
-    found = highest_rate(passes, 1.0, 0.1, 0.1, 100.0, step=1.1)
+    found = search(told, 1.0, step=1.1)
     assert tried[:3] == pytest.approx([1.0, 1.1, 1.1 * 1.21])
     assert (found.passed_per_s, found.failed_per_s) == pytest.approx((1.1 * 1.1, 1.1 * 1.21))
 
@@ -61,11 +73,11 @@ def test_a_search_that_begins_near_the_capacity_takes_small_steps_first() -> Non
 def test_the_search_brackets_the_capacity_whatever_failures_promise(truth: float, first: float, shares: list[float]) -> None:
     tried: list[float] = []
 
-    def passes(rate: float) -> bool:
+    def told(rate: float) -> float | None:
         tried.append(rate)
-        return rate <= truth
+        return None if rate <= truth else rate * shares[len(tried)]
 
-    found = highest_rate(passes, first, 0.1, 0.1, 100.0, promising=lambda failed: failed * shares[len(tried)])
+    found = search(told, first)
     assert found.passed_per_s is not None
     assert found.failed_per_s is not None
     assert found.passed_per_s <= truth < found.failed_per_s <= found.passed_per_s * 1.1
@@ -73,20 +85,20 @@ def test_the_search_brackets_the_capacity_whatever_failures_promise(truth: float
 
 
 def test_a_search_goes_where_a_failure_leads_it_and_to_its_least_rate_where_nothing_is_near() -> None:
-    tried: list[float] = []
+    def tried(first: float, promising: Callable[[float], float]) -> list[float]:
+        rates: list[float] = []
 
-    def passes(rate: float) -> bool:
-        tried.append(rate)
-        return rate <= 5.2
+        def told(rate: float) -> float | None:
+            rates.append(rate)
+            return None if rate <= 5.2 else promising(rate)
 
-    highest_rate(passes, 10.0, 0.1, 0.1, 100.0, promising=lambda _: 5.0)
-    assert tried == pytest.approx([10.0, 5.0, 5.5])
-    tried.clear()
-    highest_rate(passes, 6.0, 0.1, 0.1, 100.0, promising=lambda failed: 0.97 * failed)
-    assert tried[:3] == pytest.approx([6.0, 0.97 * 6.0, 0.97 * 6.0 / 1.6]), "promised once too much"
-    tried.clear()
-    highest_rate(passes, 10.0, 0.1, 0.1, 100.0, promising=lambda _: 0.0)
-    assert tried[:3] == pytest.approx([10.0, 0.1, 1.0])
+        search(told, first)
+        return rates
+
+    assert tried(10.0, lambda _: 5.0) == pytest.approx([10.0, 5.0, 5.5])
+    promised_twice = tried(6.0, lambda failed: 0.97 * failed)
+    assert promised_twice[:3] == pytest.approx([6.0, 0.97 * 6.0, 0.97 * 6.0 / 1.6]), "promised once too much"
+    assert tried(10.0, lambda _: 0.0)[:3] == pytest.approx([10.0, 0.1, 1.0])
 
 
 def record(index: int, sent_s: float, wait_s: float, gap_s: float = 0.02, tokens: int = 5, failure: Failure | None = None) -> RequestRecord:
@@ -249,6 +261,33 @@ def test_the_capacity_of_a_known_server_is_found(server: CompletionServer, tmp_p
     assert 4 <= found["capacity_per_s"] <= 24
     assert found["command"].startswith("dynaserve bench capacity --url ")
     assert {trial["not_sustained"] is None for trial in found["repetitions"][0]["trials"]} == {True, False}
+
+
+def test_what_was_measured_before_an_error_stays(server: CompletionServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, raw = tmp_path / "trace.csv", tmp_path / "raw.json"
+    trace.write_text("arrived_at_s,prompt_tokens,output_tokens\n0,2,5\n1,20,5\n")
+    chosen = ("--workload", f"file:{trace}", "--requests", "1")
+
+    def prompt_tokens(seed: int) -> int:
+        planned = ["--url", server.url, *chosen, "--drawn", "--rate", "10", "--seed", str(seed)]
+        return replay.plan_requests(options.parse(planned))[0].prompt_tokens
+
+    server.act = Act(lose=1)  # Prompts of 2 tokens are spared: the second search is the first one that fails.
+    seed = next(seed for seed in range(100) if (prompt_tokens(seed), prompt_tokens(seed + 1)) == (2, 20))
+    bounds = ("--least-rate", "10", "--most-rate", "10", "--tbt-slo-ms", "5000")
+    status = command(server, *chosen, *bounds, "--repetitions", "3", "--seed", str(seed), "--output", str(raw))
+    assert status == capacity.NOT_TRUSTED
+    assert capsys.readouterr().err.endswith(f"; repetitions measured before it: 1, in {raw}\n")
+    kept = json.loads(raw.read_text())
+    assert kept["capacity_per_s"] is None
+    assert [(one["seed"], one["passed_per_s"]) for one in kept["repetitions"]] == [(seed, 10.0)]
+
+
+def test_nothing_is_left_where_nothing_was_measured(server: CompletionServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.act = Act(lose=1)
+    assert command(server, "--requests", "1", "--output", str(tmp_path / "raw.json")) == capacity.NOT_TRUSTED
+    assert "measured before it" not in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_is_always_too_slow_is_not_servable(server: CompletionServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,8 +62,8 @@ class Bench:
             replay.main(arguments)
         assert isinstance(end.value.code, int)
         captured = self._capsys.readouterr()
-        raw = self.output.read_text() if self.output.exists() else ""
-        return Run(end.value.code, json.loads(raw) if raw else None, captured.out, captured.err)
+        raw = json.loads(self.output.read_text()) if self.output.exists() else None
+        return Run(end.value.code, raw, captured.out, captured.err)
 
 
 @pytest.fixture
@@ -229,6 +229,16 @@ def test_a_server_that_does_not_answer_is_refused(bench: Bench) -> None:
     run = bench.replay(url=f"http://127.0.0.1:{port}")
     assert run.status == 2
     assert f"http://127.0.0.1:{port} does not answer" in run.stderr
+    assert list(bench.output.parent.iterdir()) == [], "no empty file is left"
+
+
+def test_a_server_is_measured_without_the_proxy_of_the_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    run = bench.replay()
+    assert run.status == 0, run.stderr
 
 
 def test_a_request_to_a_server_that_has_gone_is_a_failure() -> None:
@@ -314,7 +324,7 @@ def test_lengths_are_scaled_and_limited(bench: Bench) -> None:
         (["--extra-body", "[]"], "'[]' is not a JSON object"),
         (["--extra-body", "{"], "is not JSON"),
         (["--url", "ftp://a"], "'ftp://a' is not a URL"),
-        (["--output", "/nonexistent/raw.json"], "/nonexistent/raw.json: cannot be written"),
+        (["--output", "/dev/null/raw.json"], "/dev/null/raw.json: cannot be written: Not a directory"),
         (["--nosuch"], "unrecognized arguments: --nosuch"),
     ],
 )

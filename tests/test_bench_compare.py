@@ -17,10 +17,12 @@ from dynaserve.bench import compare, systems, trial
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.systems import CutCounts, Running, System
+from dynaserve.bench.trial import NotTrusted
 from dynaserve.errors import ConfigError
 from dynaserve.local.fleet import free_ports
 from tests.completion_server import Act, running_server
 
+_NAMED = '[[system]]\nname = "a"\nurl = "http://x"\n'
 _COUNTED = [("yes", "ratio", "3.0"), ("yes", "split", "4.0"), ("no", "policy", "5.0")]
 
 
@@ -72,6 +74,19 @@ def test_a_system_is_started_for_its_turn_and_ended_after_it() -> None:
         pass
 
 
+def test_a_system_is_asked_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with (
+        running_server() as server,
+        pytest.raises(ConfigError, match="something answers at"),
+        systems.running(System("up", (server.url,), [["true"]])),
+    ):
+        pass
+
+
 def test_systems_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "systems.toml"
     path.write_text('[[system]]\nname = "a"\nurl = "http://x:1/v1"\ncommands = ["run --name \'two words\'"]\n')
@@ -89,7 +104,15 @@ def test_systems_are_read_from_a_file(tmp_path: Path) -> None:
         ('[[system]]\nname = "a"', "a system has no url"),
         ("[[system]]\nport = 1", "system key 'port' is unknown"),
         ("[[system]]\nname = 1", "system key name is 1"),
+        ('system = ["x"]', "system has 'x', which is no table"),
         ('[[system]]\nname = "a"\nurls = []', "a system has no url"),
+        (_NAMED + "start_timeout_s = 0", "system key start_timeout_s is 0, not a number above 0"),
+        (_NAMED + "start_timeout_s = nan", "system key start_timeout_s is nan, not a number above 0"),
+        (_NAMED + "start_timeout_s = inf", "system key start_timeout_s is inf, not a number above 0"),
+        (_NAMED + "start_timeout_s = true", "system key start_timeout_s is True"),
+        (_NAMED + """commands = ["serve 'x"]""", "system key commands has .*, which is no command line: No closing quotation"),
+        (_NAMED + 'commands = [["serve"]]', "system key commands has .*, which is no command line"),
+        (_NAMED + 'commands = [""]', "system key commands has '', which is no command line"),
         ('[[system]]\nname = "a"\nurls = [1]', "'1' is not a URL"),
         ('[[system]]\nname = "a"\nurls = ["http://x", "http://x/v1"]', "http://x is given twice"),
         ('[[system]]\nname = "a"\nurl = "http://x"\nurls = ["http://y"]', "system a has url and urls: it needs one of them"),
@@ -97,7 +120,7 @@ def test_systems_are_read_from_a_file(tmp_path: Path) -> None:
 )
 def test_a_bad_file_of_systems_is_refused(tmp_path: Path, content: str, named: str) -> None:
     (tmp_path / "systems.toml").write_text(content)
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=f"systems.toml: .*{named}"):
         systems.from_toml(tmp_path / "systems.toml")
 
 
@@ -185,6 +208,37 @@ def test_where_one_run_leaves_it_open_a_second_one_decides_with_it(tmp_path: Pat
         hopeless = trial.run(replace(replay, slo=Slo(0.01)), 5.0, 1, gives_up=True, confirms=True)
         assert hopeless.second is None
         assert (hopeless.not_sustained or "").startswith("P99 TBT")
+
+
+def test_a_run_of_a_client_that_is_late_is_tried_as_often_as_asked(tmp_path: Path) -> None:
+    systems_named = ("--system", "a=http://x", "--system", "b=http://y")
+    options = compare.parse(arguments(tmp_path, *systems_named, "--requests", "2", "--max-client-lag-ms", "0.000001"))
+    with running_server() as server:
+        late = replace(options.replay, urls=(server.url,), duration_s=None)
+        for attempts, often in ((1, ""), (2, "2 times in a row ")):
+            server.bodies.clear()
+            with pytest.raises(NotTrusted, match=f"^{often}at 50 requests/s the client itself was late"):
+                trial.run(late, 50.0, 1, attempts=attempts)
+            assert len(server.prompts) == 2 * attempts
+
+
+def test_a_comparison_that_has_measured_nothing_leaves_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    silent = [part for name, port in zip("ab", free_ports(2), strict=True) for part in ("--system", f"{name}=http://127.0.0.1:{port}")]
+    with pytest.raises(SystemExit) as end:
+        compare.main(arguments(tmp_path, *silent))
+    assert end.value.code == 2
+    assert "does not answer" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "out").write_text("")
+    with pytest.raises(SystemExit) as end:
+        compare.main(arguments(tmp_path, "--system", "a=http://x", "--system", "b=http://y"))
+    assert end.value.code == 2
+    assert f"{tmp_path / 'out' / 'results.json'}: cannot be written: Not a directory" in capsys.readouterr().err
 
 
 def test_what_was_measured_before_an_error_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

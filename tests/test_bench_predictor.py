@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.predictor import Ended, read, report, steadiness
+from benchmarks.predictor import Ended, read, report, steadiness, step_limit_ms
+from dynaserve.errors import DynaServeError
+from dynaserve.messages import MeasuredStep
+from dynaserve.step_report import StepLog, StepReport
 
 
 def ended(arrived_s: float, ttft_ms: float) -> Ended:
@@ -41,3 +46,11 @@ def test_errors_are_shares_of_what_happened(capsys: pytest.CaptureFixture[str]) 
         "  first token: absolute error median 20.0%, p95 20.0%; actual over expected, median 1.25",
         "  end: absolute error median 10.0%, p95 10.0%; actual over expected, median 1.11",
     ]
+
+
+def test_steps_that_aim_at_nothing_are_told(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps-0.csv")
+    log.add(StepReport(1.0, MeasuredStep(64, 2080.0, 0, 0, 30.0), None, None, 64, "all_work", late=False))
+    log.close()
+    with pytest.raises(DynaServeError, match="none of 1 steps had prefill beside decodes"):
+        step_limit_ms([tmp_path / "steps-0.csv"])

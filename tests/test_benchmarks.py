@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
+import httpx
 import pytest
 
-from benchmarks import batching, placement, prediction
-from benchmarks.fidelity import hand_off_ms_of
-from benchmarks.goals import best_chunk, median_of, misses
+from benchmarks import batching, handoff, overload, placement, prediction
+from benchmarks.fidelity import Figures, hand_off_ms_of, rows
+from benchmarks.goals import OURS, STOCK, best_chunk, median_of, misses, print_compared
 from benchmarks.load_search import best_rate, next_rate
 from benchmarks.runs import Run
 from benchmarks.servers import Servers
+from dynaserve.bench import trial
+from dynaserve.bench.trial import NotTrusted
+from dynaserve.local.fleet import FleetFailed, LocalFleet
 from dynaserve.messages import MeasuredStep
-from dynaserve.step_report import StepReport
+from dynaserve.step_report import StepLog, StepReport
+from tests.completion_server import Act, running_server
+
+TOOLS = {"grid_profile"}
+"""Commands that measure nothing."""
+BENCHMARKS = sorted(
+    path.stem for path in Path(batching.__file__).parent.glob("*.py") if "\ndef main(" in path.read_text() and path.stem not in TOOLS
+)
+NEEDS = {"decide": "vllm", "kv_copies": "torch", "ttft": "vllm"}
 
 
 @pytest.mark.parametrize("capacity", [0.3, 2.5, 40.0])
@@ -48,13 +63,36 @@ def run_of(attainment: float = 0.995, ttft_ms: float = 300.0, tokens_per_s: floa
 
 def test_the_goals_that_are_missed_are_named() -> None:
     stock = run_of(attainment=0.5, ttft_ms=200.0, tokens_per_s=103.0)
-    assert misses(stock, run_of()) == []
-    assert misses(stock, run_of(ttft_ms=301.0)) == ["TTFT P50 at most 1.5x", "TTFT P99 at most 1.5x"]
-    assert misses(stock, run_of(attainment=0.98, tokens_per_s=97.0, grows=True)) == [
+    assert misses(stock, run_of(), lost_requests=False) == []
+    assert misses(stock, run_of(), lost_requests=True) == ["all requests finish"]
+    assert misses(stock, run_of(ttft_ms=301.0), lost_requests=False) == ["TTFT P50 at most 1.5x", "TTFT P99 at most 1.5x"]
+    assert misses(stock, run_of(attainment=0.98, tokens_per_s=97.0, grows=True), lost_requests=False) == [
         "TTFT does not grow",
         "99 % of tokens within the SLO",
         "tokens/s within 5 %",
     ]
+
+
+def test_one_run_that_lost_requests_is_not_hidden_by_the_median(capsys: pytest.CaptureFixture[str]) -> None:
+    lossy = replace(run_of(), finished=49)
+    print_compared("load point", {STOCK: 3 * [run_of()], OURS: [run_of(), lossy, run_of()]})
+    assert "goals missed: all requests finish\n" in capsys.readouterr().out
+
+
+def test_ttft_grows_if_it_does_in_most_runs() -> None:
+    still, grows = run_of(), run_of(grows=True)
+    assert not median_of([still, grows, still]).ttft_grows
+    assert median_of([grows, still, grows]).ttft_grows
+    assert median_of([still, grows]).ttft_grows
+
+
+def test_a_fleet_that_serves_nothing_is_no_agreement() -> None:
+    serves, fails = Figures(60.0, 20.0, 80.0, 200.0, 4.0), Figures(60.0, 20.0, 80.0, 200.0, 0.0)
+    (*_, (name, real, simulated, ratio)) = rows(fails, serves)
+    assert (name, real, simulated, ratio) == ("capacity_per_s", 0.0, 4.0, math.inf)
+    assert rows(serves, fails)[-1][-1] == 0.0
+    assert rows(fails, fails)[-1][-1] == 1.0
+    assert len(rows(replace(serves, capacity_per_s=None), replace(serves, capacity_per_s=None))) == 4
 
 
 def test_the_best_fixed_chunk_has_the_most_tokens_in_time() -> None:
@@ -112,8 +150,8 @@ def test_a_slowdown_is_told_from_a_change_of_the_batches() -> None:
 
 def command(name: str, *arguments: str) -> None:
     """`python -m benchmarks.NAME`."""
-    if name == "decide":
-        pytest.importorskip("vllm")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     import_module(f"benchmarks.{name}").main(arguments)
 
 
@@ -127,7 +165,7 @@ def test_a_hand_over_is_timed_without_the_steps_around_it() -> None:
     assert hand_off_ms_of([uncut], 2.5) is None
 
 
-@pytest.mark.parametrize("name", ["batching", "decide", "fidelity", "placement", "predictor"])
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command(name, "--help")
@@ -145,6 +183,20 @@ def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) 
         ("placement", "--gap-fleets", "0", "'0' is not a whole number of at least 1"),
         ("predictor", "--rate", "0", "'0' is not a number above 0"),
         ("predictor", "--requests", "1", "'1' is not a whole number of at least 2"),
+        ("endurance", "--rate", "0", "'0' is not a number above 0"),
+        ("endurance", "--every-s", "nan", "'nan' is not a number above 0"),
+        ("frontend", "--turns", "0", "'0' is not a whole number of at least 1"),
+        ("frontend", "--streams", "0", "'0' is not a whole number of at least 1"),
+        ("handoff", "--requests", "0", "'0' is not a whole number of at least 1"),
+        ("handoff", "--vllm-args", "'", "invalid split value"),
+        ("idle", "--requests", "0", "'0' is not a whole number of at least 2"),
+        ("idle", "--duration-s", "0", "'0' is not a number above 0"),
+        ("kv_copies", "--blocks", "1", "'1' is not a whole number of at least 2"),
+        ("kv_copies", "--piece-mib", "0", "'0' is not a whole number of at least 1"),
+        ("overload", "--instances", "0", "'0' is not a whole number of at least 1"),
+        ("overload", "--times", "0", "'0' is not a number above 0"),
+        ("ttft", "--rate", "0", "'0' is not a number above 0"),
+        ("ttft", "--seed", "-1", "'-1' is not a whole number of at least 0"),
     ],
 )
 def test_numbers_that_measure_nothing_are_refused(
@@ -154,6 +206,99 @@ def test_numbers_that_measure_nothing_are_refused(
         command(name, option, value)
     assert end.value.code == 2
     assert f"argument {option}: {named}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("overload", "--step-s 10", "--step-s 10 leaves nothing to count: the first 10 s of a load fill the fleet"),
+        ("overload", "--overload-s 9.5", "--overload-s 9.5 leaves nothing to count: the first 10 s of a load fill the fleet"),
+        ("endurance", "--rate 1 --minutes 0.2", "--minutes 0.2 is too short for two samples, 10 s (--every-s) apart"),
+        ("kv_copies", "--blocks 8 --piece-mib 32", "--piece-mib 32 is 16 blocks of 8b, more than the 8 of a cache (--blocks)"),
+        (
+            "ttft",
+            "--workload azure-conv",
+            "workload azure-conv is not part of the package: name the folder that holds azure_conv_2023.csv with --traces",
+        ),
+        ("ttft", "--rate 1000 --duration-s 1000", "workload sample ends after "),
+        ("ttft", "--step-log not-there.csv", "No such file or directory: 'not-there.csv'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(name: str, options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(name, *options.split())
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_log_that_holds_only_warm_up_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.csv"
+    log = StepLog(path)
+    for at_s in range(50):
+        log.add(step(at_s, None, 10.0))
+    log.close()
+    with pytest.raises(SystemExit) as end:
+        command("ttft", "--step-log", str(path))
+    assert end.value.code == 2
+    assert f"{path}: has 50 steps, of which the first 50 are left out" in capsys.readouterr().err
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is converted: the folders are there, and empty."""
+    monkeypatch.setenv("DYNASERVE_CACHE", str(tmp_path))
+    for name in ("SmolLM2-135M-Instruct", "random-llama"):
+        (tmp_path / name).mkdir()
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("endurance", ("--rate", "1")), ("frontend", ()), ("handoff", ()), ("idle", ()), ("overload", ()), ("predictor", ())],
+)
+def test_a_failed_start_ends_in_one_sentence(
+    name: str, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(_: LocalFleet) -> NoReturn:
+        raise FleetFailed("instance-0 ended with status 1")
+
+    monkeypatch.setattr(LocalFleet, "start", start)
+    with pytest.raises(SystemExit) as end:
+        command(name, *options)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"bench-{name}: instance-0 ended with status 1\n"
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(("name", "options"), [("endurance", ("--rate", "1")), ("overload", ())])
+def test_a_late_client_ends_the_benchmark_at_once(
+    name: str, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object, attempts: int) -> NoReturn:
+        raise NotTrusted(f"late in each of {attempts} runs")
+
+    monkeypatch.setattr(LocalFleet, "start", lambda _: None)
+    monkeypatch.setattr(overload, "token_counts", lambda _: (0.0, 0.0))
+    monkeypatch.setattr(trial, "run", run)
+    with pytest.raises(SystemExit) as end:
+        command(name, *options)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"bench-{name}: late in each of 1 runs\n"
+
+
+def test_streams_that_are_refused_keep_no_instance_busy() -> None:
+    with running_server() as server:
+        server.act = Act(status=503)
+        port = int(server.url.rpartition(":")[2])
+        fleet = LocalFleet("toy", instances=1, ports=(port, port + 1))
+
+        def be_busy_until_asked() -> None:
+            with handoff.busy(fleet, 1):
+                while not server.bodies:
+                    time.sleep(0.01)
+
+        with pytest.raises(httpx.HTTPStatusError, match="503"):
+            be_busy_until_asked()
 
 
 @pytest.mark.parametrize(

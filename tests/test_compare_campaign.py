@@ -21,6 +21,7 @@ from benchmarks.compare.outcome import Compared, Outcome
 from dynaserve.bench.systems import Running, System
 from dynaserve.errors import ConfigError
 from dynaserve.files import only_writer
+from dynaserve.local.fleet import FleetFailed
 from tests.completion_server import Act, running_server
 
 
@@ -94,12 +95,14 @@ class Toys:
         self._up = 0
         self.broken_below_ms = 0.0
         self.broken = ""
+        self.broken_starts: set[int] = set()
 
     def system(self, name: str, tbt_slo_ms: float, _: Path) -> System:
         @contextmanager
         def start() -> Iterator[Running]:
             self.started.append((name, tbt_slo_ms))
-            if tbt_slo_ms < self.broken_below_ms or name == self.broken:
+            number = sum(one == name for one, _ in self.started)
+            if tbt_slo_ms < self.broken_below_ms or name == self.broken or (name == "dynamic" and number in self.broken_starts):
                 raise ConfigError("it does not start")
             with running_server() as server:
                 server.act = Act(slots=1 if name == "stock" else 4, delay_s=0.005)
@@ -134,21 +137,22 @@ def campaign(tmp_path: Path) -> Campaign:
     )
 
 
-PROVENANCE: dict[str, Any] = {"command": "a command", "seed": 1, "machine": {"cores": 2}, "commit": "abc1234", "smoke_test": True}
+MACHINE = {"cores": 2}
+PROVENANCE: dict[str, Any] = {"command": "a command", "seed": 1, "machine": MACHINE, "commit": "abc1234", "smoke_test": True}
 
 
 def test_a_campaign_goes_on_where_it_stopped_and_ends_in_a_table(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     toys = Toys()
     toys.broken_below_ms = 5500.0
-    campaign.check()
+    campaign.check(MACHINE)
     campaign.run(toys.system, PROVENANCE)
     assert toys.started == [("stock", 6000.0), ("dynamic", 6000.0), ("dynamic", 5000.0)]
     assert "bench-compare: dynamic: not measured: it does not start" in capsys.readouterr().err
     assert command.report(campaign, PROVENANCE) == ["fixed:20,5 at 5000 ms"]
 
     toys.started, toys.broken_below_ms = [], 0.0
-    campaign.check()
+    campaign.check(MACHINE)
     campaign.run(toys.system, {**PROVENANCE, "commit": "def5678"})
     assert toys.started == [("dynamic", 5000.0)]
     capsys.readouterr()
@@ -226,10 +230,36 @@ def test_a_system_that_breaks_leaves_the_others_their_turns(campaign: Campaign, 
     assert len(json.loads(results.read_text())["systems"]["dynamic"]["turns"]) == 1
 
 
-def test_turns_of_another_machine_are_measured_again(campaign: Campaign) -> None:
-    campaign, toys = stopped_before_ours(campaign)
-    campaign.run(toys.system, {**PROVENANCE, "machine": {"cores": 4}})
-    assert [name for name, _ in toys.started] == ["stock", "dynamic"]
+def test_turns_of_another_machine_are_neither_mixed_nor_overwritten(campaign: Campaign) -> None:
+    campaign, _ = stopped_before_ours(campaign)
+    with pytest.raises(ConfigError, match="holds turns of another machine, cores: 2 there, 4 here: take another --output"):
+        campaign.check({"cores": 4})
+
+
+def test_a_turn_that_failed_is_taken_with_its_own_seed(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign, toys = replace(campaign, tbt_slos_ms=(6000.0,), repetitions=3), Toys()
+    toys.broken_starts = {2}  # of `dynamic`, its second
+    campaign.run(toys.system, PROVENANCE)
+    assert campaign.found()[1] == ["fixed:20,5 at 6000 ms"]
+    toys.started = []
+    campaign.run(toys.system, PROVENANCE)
+    assert toys.started == [("dynamic", 6000.0)]
+    (results,) = campaign.output.glob("*/results.json")
+    for system in json.loads(results.read_text())["systems"].values():
+        assert [turn["repetition"]["seed"] for turn in system["turns"]] == [1, 2, 3]
+    assert campaign.found()[1] == []
+
+
+def test_what_an_extension_that_was_stopped_had_begun_with_stays_whole(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign, toys = replace(campaign, tbt_slos_ms=(6000.0,)), Toys()
+    campaign.run(toys.system, PROVENANCE)
+    ((before,),) = campaign.found()[0]
+    toys.broken = "stock"
+    replace(campaign, repetitions=2).run(toys.system, PROVENANCE)
+    ((after,),) = campaign.found()[0]
+    assert after == before
 
 
 def test_repetitions_can_be_added_to_what_was_measured(campaign: Campaign) -> None:
@@ -253,8 +283,14 @@ def test_figures_of_other_options_are_neither_used_nor_overwritten(campaign: Cam
     campaign.run(Toys().system, PROVENANCE)
     other = replace(campaign, duration_s=0.4)
     assert other.found() == ([], ["fixed:20,5 at 6000 ms"])
-    with pytest.raises(ConfigError, match="holds a comparison with other options"):
-        other.check()
+    with pytest.raises(ConfigError, match=r"holds a comparison with other options, duration_s: 0\.3 there, 0\.4 here"):
+        other.check(MACHINE)
+
+
+def test_figures_of_other_options_are_not_overwritten_where_turns_are_lacking(campaign: Campaign) -> None:
+    campaign, _ = stopped_before_ours(campaign)
+    with pytest.raises(ConfigError, match="holds a comparison with other options, seed: 1 there, 2 here"):
+        replace(campaign, seed=2).check(MACHINE)
 
 
 def test_each_system_is_two_instances_of_the_same_kind(tmp_path: Path) -> None:
@@ -317,11 +353,35 @@ def test_latencies_are_learnt_once_before_all_turns(tmp_path: Path, campaign: Ca
     assert capsys.readouterr().err.count("learning the latency of steps: fixed:20,5") == 1
 
 
-def test_what_could_not_be_learnt_is_told(tmp_path: Path, campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_measured_by_latencies_that_could_not_be_learnt(tmp_path: Path, campaign: Campaign) -> None:
     site = ToySite(tmp_path / "model", tmp_path / "profile.json", keeps=False)
-    command._learn(site, campaign)
-    assert "bench-compare: the latency of steps was not learnt: an instance was taught, and has not left" in capsys.readouterr().err
+    with pytest.raises(FleetFailed, match="an instance was taught, and has not left"):
+        campaign.learn(site)
     assert not site.profile.exists()
+
+
+def test_a_run_of_a_fleet_that_lost_an_instance_is_no_figure(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    toys, both = Toys(), replace(campaign, tbt_slos_ms=(6000.0,))
+
+    def check() -> None:
+        raise FleetFailed("an instance was declared dead 1 times during a run")
+
+    def system(name: str, tbt_slo_ms: float, logs: Path) -> System:
+        whole = toys.system(name, tbt_slo_ms, logs)
+        assert whole.start is not None
+        start = whole.start
+
+        @contextmanager
+        def loses() -> Iterator[Running]:
+            with start() as running:
+                yield replace(running, check=check) if name == "dynamic" else running
+
+        return System(name, start=loses)
+
+    both.run(system, PROVENANCE)
+    assert "dynamic, fixed:20,5, 6000 ms: not measured: an instance was declared dead 1 times during a run" in capsys.readouterr().err
+    assert both.found()[1] == ["fixed:20,5 at 6000 ms"]
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_advice_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(doctor, "check_installation", lambda: iter([check_engine()]))
     with pytest.raises(SystemExit):
         main([])
-    assert "dynaserve[vllm]" in "".join(capsys.readouterr().out.split())
+    assert "'.[vllm]'" in "".join(capsys.readouterr().out.split())
 
 
 def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaserve.execution_predictor import AdmissionOrder, ExecutionPredictor, Forecast, Horizon, InstanceLimits, VirtualRequest
+from dynaserve.execution_predictor import ExecutionPredictor, Forecast, Horizon, InstanceLimits, VirtualRequest
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 from tests.virtual_instance import SteppingInstance, Walked
 
@@ -42,7 +42,7 @@ def virtual_requests(draw: st.DrawFn, key: int) -> VirtualRequest:
         prefill_tokens=prefill,
         decode_tokens=draw(st.integers(0 if prefill else 1, 200)),
         ready_ms=draw(st.just(0.0) | st.floats(0.0, 5000.0)),
-        is_beta=draw(st.booleans()),
+        is_beta=prefill == 0 or draw(st.booleans()),  # without a prompt left only what has begun elsewhere
     )
 
 
@@ -91,11 +91,11 @@ def check_played_out(predictor: ExecutionPredictor, oracle: SteppingInstance, no
 
 
 @settings(max_examples=400, deadline=None)
-@given(table=tables, limits=all_limits, coming=arrivals(), order=st.sampled_from(AdmissionOrder), scale=st.just(1.0) | st.floats(0.3, 3.0))
+@given(table=tables, limits=all_limits, coming=arrivals(), scale=st.just(1.0) | st.floats(0.3, 3.0))
 def test_a_prediction_is_what_walking_every_step_gives(
-    table: ProfileTable, limits: InstanceLimits, coming: list[tuple[float, VirtualRequest]], order: AdmissionOrder, scale: float
+    table: ProfileTable, limits: InstanceLimits, coming: list[tuple[float, VirtualRequest]], scale: float
 ) -> None:
-    predictor, oracle = ExecutionPredictor(table, limits, order), SteppingInstance(table, limits, order, scale)
+    predictor, oracle = ExecutionPredictor(table, limits), SteppingInstance(table, limits, scale)
     predictor.set_cost_scale(scale, 0.0)
     for now_ms, request in coming[:-1]:
         oracle.advance(now_ms)
@@ -124,6 +124,46 @@ def test_the_timeline_follows_additions_and_removals(
             key = data.draw(st.integers(0, request.key))
             assert predictor.remove(key, now_ms) == oracle.remove(key)
     check_played_out(predictor, oracle, now_ms)
+
+
+@pytest.mark.parametrize("begun_ms", [50.0, 2000.0], ids=["prefills", "decodes"])
+def test_a_beta_that_is_ready_later_than_predicted_waits_again(begun_ms: float) -> None:
+    predictor = ExecutionPredictor(
+        ProfileTable(Roofline(overhead_ms=10.0, token_ms=0.1, knee_tokens=1.0, pair_ms=0.0, decode_ms=0.1, context_ms=1e-4)),
+        InstanceLimits(max_step_tokens=2048),
+    )
+    other = VirtualRequest(key=1, prefill_tokens=100, decode_tokens=1000)
+    beta = VirtualRequest(key=2, context_tokens=1000, prefill_tokens=3000, decode_tokens=500, is_beta=True)
+    predictor.add(other, 0.0)
+    predictor.add(beta, 0.0)
+    assert predictor.find(2, begun_ms) != beta
+    late = VirtualRequest(key=2, context_tokens=2000, prefill_tokens=2000, decode_tokens=500, ready_ms=begun_ms + 5000.0, is_beta=True)
+    forecast = predictor.predict_change(late, begun_ms)
+    assert forecast is not None
+    assert forecast.start_ms >= late.ready_ms
+    assert predictor.change(late, begun_ms)
+    assert predictor.find(2, begun_ms) == late
+    assert predictor.predict_rest(2, begun_ms) == forecast
+
+
+def test_a_decode_can_be_given_another_end() -> None:
+    predictor = ExecutionPredictor(
+        ProfileTable(Roofline(overhead_ms=10.0, token_ms=0.1, knee_tokens=1.0, pair_ms=0.0, decode_ms=0.1, context_ms=0.0)),
+        InstanceLimits(),
+    )
+    predictor.add(VirtualRequest(key=1, context_tokens=100, decode_tokens=1000), 0.0)
+    predictor.add(VirtualRequest(key=2, context_tokens=100, decode_tokens=50), 0.0)
+    standing = predictor.find(1, 100.0)
+    assert standing is not None
+    shorter = VirtualRequest(key=1, context_tokens=standing.context_tokens, decode_tokens=10)
+    expected = predictor.predict_change(shorter, 100.0)
+    assert predictor.change(shorter, 100.0)
+    first, second = predictor.predict_rest(1, 100.0), predictor.predict_rest(2, 100.0)
+    assert first is not None
+    assert expected is not None
+    assert second is not None
+    assert first.end_ms == expected.end_ms < second.end_ms
+    assert not predictor.change(VirtualRequest(key=1, context_tokens=100, prefill_tokens=10, decode_tokens=10), 100.0)
 
 
 @settings(max_examples=200, deadline=None)

@@ -252,7 +252,7 @@ def test_whatever_is_moved_lifted_or_parked_the_books_are_kept(data: st.DataObje
             case "revise":
                 scheduler.revise(name, now_ms)
             case "recut":
-                scheduler.recut(name, data.draw(st.none() | st.integers(0, 7000)), now_ms)
+                scheduler.recut(name, data.draw(st.none() | st.integers(1, 7000)), now_ms)
             case "parked":
                 scheduler.parked(name, data.draw(st.integers(0, 7000)), now_ms)
             case "report":

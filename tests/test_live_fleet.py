@@ -557,19 +557,64 @@ def test_a_beta_that_waits_for_its_kv_stays_where_it_is() -> None:
     assert scheduler.predict_end_ms("r", 1.0) == end_ms
 
 
-def test_an_alpha_beyond_its_cut_keeps_the_whole_request() -> None:
+def test_an_alpha_beyond_its_cut_stops_with_its_step_and_hands_over() -> None:
     scheduler = fleet(Policy.dynamic)
-    placement = placed(scheduler, request("r", 400, 30_000, forced_split=300), 0.0)
+    placement = placed(scheduler, request("r", 4000, 30_000, forced_split=3000), 0.0)
     assert placement.beta is not None
     name, other = placement.alpha.instance_id, placement.beta.instance_id
-    scheduler.report(name, [Progress(request_id="r", computed_tokens=500, expected_output_tokens=30_000)], 5000.0)
+    scheduler.recut("r", 1000, 10.0)  # while a step computes up to 2048
+    scheduler.report(name, [Progress(request_id="r", computed_tokens=2048, expected_output_tokens=30_000)], 20.0)
+    scheduler.check_invariants()
+    scheduler.parked("r", 2049, 100.0)
     scheduler.check_invariants()
     decoding = placed(scheduler, request("next", 400, 50), 5001.0)
-    assert decoding.alpha.instance_id == other
+    assert decoding.alpha.instance_id == name, "the other one has the answer"
     assert decoding.prediction is not None
     assert decoding.prediction.decode_step_ms == pytest.approx(
         A100.step_ms(BatchShape(decodes=1, decode_context_tokens=400)),
     )
+    assert placement.beta.instance_id == other
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["it runs", "it waits"])
+def test_a_beta_has_not_begun_while_its_alpha_is_late(*, begun: bool) -> None:
+    scheduler = fleet(Policy.dynamic)
+    placement = placed(scheduler, request("r", 4000, 100, forced_split=3000), 0.0)
+    handed_over_ms = scheduler.predict_hand_off_ms("r", 0.0)
+    assert handed_over_ms is not None
+    late_ms = 2.0 * handed_over_ms
+    progress = Progress(request_id="r", computed_tokens=64 if begun else 0, expected_output_tokens=100, begun=begun)
+    scheduler.report(placement.alpha.instance_id, [progress], late_ms)
+    hand_over_ms, end_ms = scheduler.predict_hand_off_ms("r", late_ms), scheduler.predict_end_ms("r", late_ms)
+    assert hand_over_ms is not None
+    assert end_ms is not None
+    assert hand_over_ms > late_ms + 0.5 * handed_over_ms
+    answer_ms = 99 * A100.step_ms(BatchShape(decodes=1, decode_context_tokens=4000))
+    assert end_ms > hand_over_ms + answer_ms
+
+
+def test_what_a_beta_computes_again_is_seen() -> None:
+    scheduler = fleet(Policy.dynamic)
+    placement = placed(scheduler, request("r", 8000, 100, forced_split=7000), 0.0)
+    assert placement.beta is not None
+    scheduler.parked("r", 7000, 1000.0)
+    before_ms = scheduler.predict_end_ms("r", 1000.0)
+    again = Progress(request_id="r", computed_tokens=500, expected_output_tokens=100)
+    scheduler.report(placement.beta.instance_id, [again], 1000.0)
+    after_ms = scheduler.predict_end_ms("r", 1000.0)
+    assert before_ms is not None
+    assert after_ms is not None
+    assert after_ms > before_ms + 0.1 * 6500, "some 0.1 ms for each token"
+
+
+def test_progress_and_cuts_that_cannot_be_are_refused() -> None:
+    scheduler = fleet(Policy.dynamic)
+    placement = placed(scheduler, request("r", 400, 100, forced_split=300), 0.0)
+    with pytest.raises(ValueError, match=r"^split_token is 0; alpha computes at least one token$"):
+        scheduler.recut("r", 0, 1.0)
+    bad = Progress(request_id="r", computed_tokens=-1, expected_output_tokens=100)
+    with pytest.raises(ValueError, match=r"^computed_tokens is -1, outside"):
+        scheduler.report(placement.alpha.instance_id, [bad], 1.0)
 
 
 def test_impossible_limits_are_refused() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -403,6 +406,27 @@ def test_a_capacity_is_searched(tmp_path: Path) -> None:
     assert all(rate > 1 for rate in json.loads(out.read_text())["capacities_per_s"])
 
 
+def test_a_refused_simulation_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(*SAMPLE, "--kv-tokens", "10", "--output", str(tmp_path / "out.json")) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert command(*SAMPLE, "--output", str(tmp_path)) == 2
+    assert f"{tmp_path}: cannot be written: it is a folder" in capsys.readouterr().err
+
+
+def test_a_search_that_is_interrupted_says_so() -> None:
+    # A shell that starts the tests in the background has them ignore the signal.
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heed}; from dynaserve.bench import simulate; simulate.main(sys.argv[1:])"
+    endless = [sys.executable, "-c", code, *SAMPLE, "--capacity", "--repetitions", "100000"]
+    with subprocess.Popen(endless, stderr=subprocess.PIPE, text=True) as searching:
+        assert searching.stderr is not None
+        searching.stderr.readline()
+        searching.send_signal(signal.SIGINT)
+        told = searching.stderr.read().splitlines()
+    assert searching.returncode == 130
+    assert told[-1] == "dynaserve simulate: interrupted, nothing is reported"
+
+
 def test_a_grid_of_measured_steps_is_learnt(tmp_path: Path) -> None:
     path = tmp_path / "grid.csv"
     rows = [f"m,g,1,{new},0,{number},512,{8 + 0.1 * (new + number)}" for new in (0, 64, 256, 1024) for number in (1, 8, 64)]
@@ -439,6 +463,13 @@ def test_a_bad_grid_is_refused_with_line_and_value(tmp_path: Path, capsys: pytes
     told = capsys.readouterr().err
     assert told.startswith(f"dynaserve simulate: {path}: {named}")
     assert len(told.splitlines()) == 1
+
+
+def test_a_grid_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grid.csv.gz"
+    path.write_text(f"{GRID_HEADER}\n")
+    with pytest.raises(ConfigError, match=r"grid\.csv\.gz: cannot be read: Not a gzipped file"):
+        latency_tables.from_grid(path, "m", "g", 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,8 @@ def test_azure_times_are_seconds_since_the_first_request(tmp_path: Path) -> None
 
 def test_burstgpt_leaves_out_failed_requests_and_keeps_the_model_as_label(tmp_path: Path) -> None:
     header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
-    path = write(
-        tmp_path / "b.csv", header, "5,ChatGPT,472,18,490,Conversation log", "45,GPT-4,9,0,9,API log", "47.5,GPT-4,30,2,32,API log"
-    )
+    failed = ("45,GPT-4,9,0,9,API log", "46,GPT-4,0,0,0,API log")
+    path = write(tmp_path / "b.csv", header, "5,ChatGPT,472,18,490,Conversation log", *failed, "47.5,GPT-4,30,2,32,API log")
     assert formats.read("burstgpt", path) == [TraceRequest(0.0, 472, 18, label="ChatGPT"), TraceRequest(42.5, 30, 2, label="GPT-4")]
 
 
@@ -107,9 +106,16 @@ def test_sharegpt_is_counted_by_a_tokenizer_file(tmp_path: Path) -> None:
         ("azure", ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 00:00:00,0,1"], "line 2: ContextTokens: '0'"),
         ("azure", ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 00:00:00,1"], "line 2: not 3 values"),
         ("burstgpt", ["Timestamp,Model,Request tokens,Response tokens", "1,m,2.5,1"], "line 2: Request tokens: '2.5'"),
+        ("burstgpt", ["Timestamp,Model,Request tokens,Response tokens", "1,m,0,1"], "line 2: Request tokens: '0' is not a whole number"),
         ("mooncake-jsonl", ["[]"], "line 1: is not a JSON object"),
         ("mooncake-jsonl", ['{"timestamp": 0}'], "line 1: input_length: None"),
         ("mooncake-jsonl", ['{"timestamp": 0, "hash_ids": 3}'], "line 1: hash_ids: 3"),
+        (
+            "mooncake-jsonl",
+            ['{"timestamp": 0, "hash_ids": [4, -1]}'],
+            "line 1: hash_ids: [4, -1] is not a list of whole numbers of at least 0",
+        ),
+        ("mooncake-jsonl", ['{"timestamp": 0, "input_length": 0}'], "line 1: input_length: 0"),
         ("vidur", ["num_prefill_tokens,num_decode_tokens", "5,0"], "holds no request"),
     ],
 )

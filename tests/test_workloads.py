@@ -92,7 +92,8 @@ def test_gamma_arrivals_have_the_rate_and_the_burstiness(cv: float) -> None:
 
 
 def test_arrivals_are_the_same_for_the_same_seed_only() -> None:
-    first, again, other = (list(islice(arrivals.poisson(1.0, rng(seed)), 5)) for seed in (1, 1, 2))
+    shape = catalog.load("fixed:1,1")
+    first, again, other = (list(islice(arrivals.arrival_times("poisson", shape, 1.0, rng(seed)), 5)) for seed in (1, 1, 2))
     assert first == again != other
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from dynaserve.execution_predictor import AdmissionOrder, InstanceLimits, VirtualRequest
+from dynaserve.execution_predictor import InstanceLimits, VirtualRequest
 from dynaserve.step_latency import BatchLimits, BatchShape, PrefillWork, ProfileTable, choose_budget, leaves_room_for_decode
 
 
@@ -38,7 +38,6 @@ class SteppingInstance:
 
     table: ProfileTable
     limits: InstanceLimits
-    order: AdmissionOrder = AdmissionOrder.arrival
     cost_scale: float = 1.0
     now_ms: float = 0.0
     running: list[Walked] = field(default_factory=list)
@@ -51,10 +50,7 @@ class SteppingInstance:
             request.key, request.context_tokens, request.prefill_tokens, request.decode_tokens, ready_ms, is_beta=request.is_beta
         )
         self.waiting.append(walked)
-        if self.order is AdmissionOrder.arrival:
-            self.waiting.sort(key=lambda r: (not r.is_beta, r.is_beta and not r.resumes))
-        if self.order is AdmissionOrder.shortest_prefill:
-            self.waiting.sort(key=lambda r: r.prefill)
+        self.waiting.sort(key=lambda r: (not r.is_beta, r.is_beta and not r.resumes))
         return walked
 
     def remove(self, key: int) -> bool:
@@ -134,7 +130,7 @@ class SteppingInstance:
             ahead = [*self.running, *found]
             prefill = sum(r.prefill for r in self.running) + sum(r.prefill for r in found if not r.resumes)
             full = prefill >= self.limits.max_step_tokens
-            if self.order is AdmissionOrder.arrival and request.is_beta and request.resumes:
+            if request.is_beta and request.resumes:
                 full = False
             if ahead and (full or not self._fits(request, found)):
                 break

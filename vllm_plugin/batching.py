@@ -288,7 +288,8 @@ class SloScheduler(ResumingFirst):
             return 0
         running = [request for request in batch.prefills if self.becomes_decode(request)]
         joining = [int(self.becomes_decode(request)) for request in waiting]
-        # With the first k waiting ones; both only get worse with k.
+        # With the first k waiting ones. More decodes are slower but for short ones among long ones, which lower the mean context; whatever
+        # number the bisection finds then fits as well.
         numbers = list(accumulate(joining, initial=batch.decodes + len(running)))
         own = (joins * request.num_tokens for joins, request in zip(joining, waiting, strict=True))
         contexts = list(accumulate(own, initial=batch.context_tokens + sum(request.num_tokens for request in running)))

@@ -12,13 +12,9 @@ from workloads.catalog import Workload
 from workloads.trace import TraceRequest, WorkloadError
 
 
-def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
-    """Endless arrival times, in seconds, of a Poisson process."""
-    return gamma(rate_per_s, 1.0, rng)
-
-
 def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
-    """Endless arrival times with gamma-distributed gaps of mean 1 / rate; cv, their standard deviation over mean, is the burstiness."""
+    """Endless arrival times, in seconds, with gamma-distributed gaps of mean 1 / rate; cv, their standard deviation over mean, is the
+    burstiness (1: a Poisson process)."""
     shape = 1 / cv**2
     now_s = 0.0
     while True:

@@ -67,19 +67,21 @@ def _azure(path: Path, _: CountTokens | None) -> Iterator[TraceRequest]:
             at_s = datetime.fromisoformat(f"{row['TIMESTAMP'].removesuffix('Z')}+00:00").timestamp()
         except ValueError as error:
             raise WorkloadError(f"{where}: TIMESTAMP: {row['TIMESTAMP']!r} is not a date and time") from error
-        yield TraceRequest(at_s, _tokens(where, row, "ContextTokens"), _tokens(where, row, "GeneratedTokens"))
+        yield TraceRequest(at_s, _tokens(where, row, "ContextTokens"), _tokens(where, row, "GeneratedTokens", 0))
 
 
 def _burstgpt(path: Path, _: CountTokens | None) -> Iterator[TraceRequest]:
     for where, row in _table(path, "Timestamp", "Request tokens", "Response tokens"):
-        tokens = _tokens(where, row, "Request tokens"), _tokens(where, row, "Response tokens")
-        yield TraceRequest(_number(where, row, "Timestamp"), *tokens, label=row.get("Model", ""))
+        output_tokens = _tokens(where, row, "Response tokens", 0)
+        # A request that failed, and is left out, may not have been counted at all.
+        prompt_tokens = _tokens(where, row, "Request tokens", 1 if output_tokens else 0)
+        yield TraceRequest(_number(where, row, "Timestamp"), prompt_tokens, output_tokens, label=row.get("Model", ""))
 
 
 def _vidur(path: Path, _: CountTokens | None) -> Iterator[TraceRequest]:
     for where, row in _table(path, "num_prefill_tokens", "num_decode_tokens"):
         at_s = _number(where, row, "arrived_at") if "arrived_at" in row else None
-        yield TraceRequest(at_s, _tokens(where, row, "num_prefill_tokens"), _tokens(where, row, "num_decode_tokens"))
+        yield TraceRequest(at_s, _tokens(where, row, "num_prefill_tokens"), _tokens(where, row, "num_decode_tokens", 0))
 
 
 def _mooncake(path: Path, _: CountTokens | None) -> Iterator[TraceRequest]:
@@ -88,9 +90,9 @@ def _mooncake(path: Path, _: CountTokens | None) -> Iterator[TraceRequest]:
             where = f"{path}: line {number}"
             row = _object(where, line)
             hashes = row.get("hash_ids", [])
-            if not isinstance(hashes, list) or any(type(item) is not int for item in hashes):
-                raise WorkloadError(f"{where}: hash_ids: {str(hashes)[:80]} is not a list of whole numbers")
-            tokens = _tokens(where, row, "input_length"), _tokens(where, row, "output_length")
+            if not isinstance(hashes, list) or any(type(item) is not int or item < 0 for item in hashes):
+                raise WorkloadError(f"{where}: hash_ids: {str(hashes)[:80]} is not a list of whole numbers of at least 0")
+            tokens = _tokens(where, row, "input_length"), _tokens(where, row, "output_length", 0)
             yield TraceRequest(_number(where, row, "timestamp") / 1e3, *tokens, prefix_hashes=tuple(hashes))
 
 
@@ -158,9 +160,8 @@ def _number(where: str, row: Mapping[str, Any], column: str) -> float:
     return value
 
 
-def _tokens(where: str, row: Mapping[str, Any], column: str) -> int:
+def _tokens(where: str, row: Mapping[str, Any], column: str, least: int = 1) -> int:
     value = _number(where, row, column)
-    least = 0 if column in ("Response tokens", "Request tokens", "GeneratedTokens", "output_length", "num_decode_tokens") else 1
     if value != int(value) or value < least:
         raise WorkloadError(f"{where}: {column}: {row[column]!r} is not a whole number of at least {least}")
     return int(value)

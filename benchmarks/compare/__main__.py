@@ -89,22 +89,17 @@ def _compare(campaign: Campaign, site: Site, arguments: Sequence[str], *, smoke_
     }
     print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
     try:
-        _learn(site, campaign)
+        campaign.learn(site)
         campaign.run(site.system, provenance)
+    except DynaServeError as error:
+        print(f"bench-compare: {error}", file=sys.stderr)
+        raise SystemExit(FAILED) from error
     except KeyboardInterrupt as error:
         print(f"bench-compare: {str(error) or 'interrupted'}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from error
     if missing := report(campaign, provenance):
         print(f"bench-compare: not measured: {', '.join(missing)}", file=sys.stderr)
         raise SystemExit(FAILED)
-
-
-def _learn(site: Site, campaign: Campaign) -> None:
-    """Where it fails, instances learn from their own steps."""
-    try:
-        campaign.learn(site)
-    except DynaServeError as error:
-        print(f"bench-compare: the latency of steps was not learnt: {error}", file=sys.stderr)
 
 
 def report(campaign: Campaign, provenance: dict[str, Any]) -> list[str]:
@@ -148,7 +143,7 @@ def _check(campaign: Campaign) -> None:
             raise ConfigError(f"{option} has a value twice: {_words(tuple(values))}")
     if len(campaign.systems) < 2:
         raise ConfigError(f"--systems has {campaign.systems[0]} only: a comparison needs at least two")
-    campaign.check()
+    campaign.check(machine())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS, Site
-from benchmarks.compare.outcome import LEAST_SHARE, Compared, holds_other, read, there_is
+from benchmarks.compare.outcome import LEAST_SHARE, Compared, read, there_is, why_not_here
 from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, systems, trial
 from dynaserve.bench.capacity import SearchOptions
 from dynaserve.bench.compare import CompareOptions, Measurement
@@ -52,21 +52,23 @@ class Campaign:
     max_client_lag_ms: float
     output: Path
 
-    def check(self) -> None:
-        """Raises ConfigError where a workload cannot be sent, nothing can draw, or something else was measured into the same folder:
-        now, rather than when systems have started."""
+    def check(self, machine: Mapping[str, Any]) -> None:
+        """Raises ConfigError where a workload cannot be sent, nothing can draw, or something else, or another machine, was measured into
+        the same folder: now, rather than when systems have started."""
         compare_plots.check_installed()
         for workload, tbt_slo_ms in self._comparisons():
             replay.plan_requests(replace(self.replay(workload, tbt_slo_ms), rate_per_s=1.0, duration_s=None, requests=1))
-            if holds_other(folder := self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)):
-                raise ConfigError(f"{folder} holds a comparison with other options: take another --output, or delete it")
+            folder, its_options = self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)
+            if reason := why_not_here(folder, its_options, self.repetitions, machine):
+                raise ConfigError(f"{folder} {reason}: take another --output, or delete it")
 
     def site(self) -> Site:
         """Raises ConfigError. Latencies are those of so many layers: another campaign in the same folder learns its own."""
         return Site(first_layers(self.layers), self.output / f"profile-{self.layers}-layers.json")
 
     def learn(self, site: Site) -> None:
-        """The latencies that starts begin with, where a system goes by them. Raises ConfigError, FleetFailed."""
+        """The latencies that starts begin with, where a system goes by them: with others than the other starts it would be another system.
+        Raises ConfigError, FleetFailed."""
         if any(CANDIDATES[name].slo_batches for name in self.systems):
             site.learn(self.tbt_slos_ms[0], self.output / "logs", self.teach)
 
@@ -133,7 +135,7 @@ class Campaign:
         """Goes on with the turns that there are."""
         chosen, its_options = self._compare_options(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)
         commits = provenance["commit"]
-        if there := there_is(chosen.output, its_options, self.repetitions, provenance["machine"]):
+        if there := there_is(chosen.output, its_options):
             taken = sum(map(len, there.kept.turns.values()))
             print(f"{workload}, {tbt_slo_ms:g} ms: turns measured before: {taken}, at {there.commits}", flush=True)
             chosen = replace(chosen, kept=there.kept)

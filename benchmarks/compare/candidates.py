@@ -87,7 +87,7 @@ class Site:
         def start() -> Iterator[Running]:
             with self.fleet(candidate, tbt_slo_ms, _folder(logs, name, tbt_slo_ms)) as fleet:
                 front_pids = fleet.pids.get("frontend", [])
-                yield Running([fleet.frontend_url] if front_pids else fleet.urls, front_pids)
+                yield Running([fleet.frontend_url] if front_pids else fleet.urls, front_pids, _whole_fleet(fleet))
 
         return System(name, start=start)
 
@@ -116,6 +116,21 @@ class Site:
         knows = candidate.predicts and self.profile.exists()
         known = ["--latency-profile", str(self.profile.absolute())] if knows else []
         return ["--policy", str(candidate.policy), *slo, *known]
+
+
+def _whole_fleet(fleet: LocalFleet) -> Callable[[], None]:
+    """Raises FleetFailed where an instance has ended or was declared dead since it was last asked: a front-end goes on with the other
+    one, and what it does then is no figure of two."""
+    deaths = 0.0
+
+    def check() -> None:
+        nonlocal deaths
+        fleet.check_alive()
+        before, deaths = deaths, fleet.deaths()
+        if deaths > before:
+            raise FleetFailed(f"an instance was declared dead {deaths - before:.0f} times during a run")
+
+    return check
 
 
 def _folder(logs: Path, name: str, tbt_slo_ms: float) -> Path:

@@ -14,7 +14,8 @@ import numpy as np
 
 from benchmarks.compare.candidates import OURS
 from dynaserve.bench import compare_report
-from dynaserve.bench.comparison import Kept, Turn
+from dynaserve.bench.comparison import Comparison, Kept, Turn
+from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import Ratio, paired_ratio
 
 LEAST_SHARE = 0.1
@@ -42,17 +43,17 @@ class Outcome:
         return self.capacity_per_s is not None and self.capacity_per_s >= LEAST_SHARE * self.saturation_per_s
 
     @classmethod
-    def of(cls, system: Mapping[str, Any]) -> Outcome:
-        best = system["best"]
-        ttft = best and best["summary"]["ttft_ms"]
+    def of(cls, comparison: Comparison, name: str) -> Outcome:
+        best = comparison.best(name)
+        ttft = None if best is None else best.summary.ttft_ms
         return cls(
-            rates_per_s=system["rates_per_s"],
-            capacity_per_s=system["capacity_per_s"],
-            saturation_per_s=system["saturation_per_s"],
-            goodput_tokens_per_s=best and best["summary"]["goodput_tokens_per_s"],
-            ttft_p99_ms=ttft and ttft["p99"],
-            front_cores=best and best["front_cores"],
-            cut_share=system["cut_share"],
+            rates_per_s=comparison.rates(name),
+            capacity_per_s=comparison.capacity_per_s(name),
+            saturation_per_s=comparison.saturation_per_s[name],
+            goodput_tokens_per_s=None if best is None else best.summary.goodput_tokens_per_s,
+            ttft_p99_ms=None if ttft is None else ttft.p99,
+            front_cores=None if best is None else best.front_cores,
+            cut_share=comparison.cut_share(name),
         )
 
 
@@ -87,10 +88,21 @@ def values_over(baselines: Sequence[str], compared: Iterable[Compared]) -> dict[
     return {one.workload: over.ratio.value for one in compared if (over := one.over_best(baselines)) is not None}
 
 
-def holds_other(folder: Path, options: Mapping[str, Any]) -> bool:
-    """Whether the folder holds a finished comparison with other options."""
+def why_not_here(folder: Path, options: Mapping[str, Any], repetitions: int, machine: Mapping[str, Any]) -> str | None:
+    """Why nothing may be measured into this folder: it holds turns of other options, or lacks some and has those of another machine."""
     results = _read(folder)
-    return results.get("complete", False) and results.get("options") != options
+    if not any(system["turns"] for system in results.get("systems", {}).values()):
+        return None
+    if differences := _differences(results["options"], options):
+        return f"holds a comparison with other options, {differences}"
+    if _first(results, repetitions) is None and (differences := _differences(results["machine"], machine)):
+        return f"holds turns of another machine, {differences}"
+    return None
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    return "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in names)
 
 
 @dataclass(frozen=True)
@@ -101,28 +113,35 @@ class There:
     commits: str
 
 
-def there_is(folder: Path, options: Mapping[str, Any], repetitions: int, machine: Mapping[str, Any]) -> There | None:
-    """What a comparison with these options has measured, on this machine if turns are lacking; None: nothing."""
+def there_is(folder: Path, options: Mapping[str, Any]) -> There | None:
+    """What a comparison with these options has measured; None: nothing."""
     results = _read(folder)
-    if results.get("options") != options or (results.get("machine") != machine and not _is_whole(results, repetitions)):
-        return None
-    systems = results["systems"]
-    turns = {name: msgspec.convert(system["turns"], list[Turn]) for name, system in systems.items()}
-    saturation = {name: system["saturation_per_s"] for name, system in systems.items() if system["saturation_per_s"] is not None}
-    return There(Kept(turns, saturation), results["commit"])
+    return There(_kept(results), results["commit"]) if results.get("options") == options else None
 
 
 def read(folder: Path, options: Mapping[str, Any], repetitions: int) -> Compared | None:
-    """None: the folder holds no comparison with these options, or one with fewer turns of some system."""
+    """So many turns of each system; None: the folder holds no comparison with these options, or one that lacks some of them."""
     results = _read(folder)
-    if results.get("options") != options or not _is_whole(results, repetitions):
+    if results.get("options") != options or (comparison := _first(results, repetitions)) is None:
         return None
-    systems = {name: Outcome.of(system) for name, system in results["systems"].items()}
-    return Compared(results["workload"], results["slo"]["tbt_ms"], results["commit"], systems)
+    systems = {name: Outcome.of(comparison, name) for name in comparison.turns}
+    return Compared(comparison.workload, comparison.slo.tbt_ms, results["commit"], systems)
 
 
-def _is_whole(results: Mapping[str, Any], repetitions: int) -> bool:
-    return bool(results["complete"]) and all(len(system["turns"]) >= repetitions for system in results["systems"].values())
+def _first(results: Mapping[str, Any], repetitions: int) -> Comparison | None:
+    """None: one of these repetitions of some system is not there. There may be more of them."""
+    kept, least = _kept(results), results["options"]["seed"]
+    seeds = range(least, least + repetitions)
+    turns = {name: [turn for turn in taken if turn.repetition.seed in seeds] for name, taken in kept.turns.items()}
+    if any(len(taken) < repetitions for taken in turns.values()):
+        return None
+    return Comparison(results["workload"], msgspec.convert(results["slo"], Slo), turns, {}, kept.saturation_per_s)
+
+
+def _kept(results: Mapping[str, Any]) -> Kept:
+    systems = results["systems"]
+    turns = {name: msgspec.convert(system["turns"], list[Turn]) for name, system in systems.items()}
+    return Kept(turns, {name: system["saturation_per_s"] for name, system in systems.items() if system["saturation_per_s"] is not None})
 
 
 def _read(folder: Path) -> dict[str, Any]:

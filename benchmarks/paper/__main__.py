@@ -17,6 +17,7 @@ from benchmarks.paper import baselines, figures, oracle, setting, tables, why
 from benchmarks.paper.setting import Bench, Row
 from dynaserve.bench import options
 from dynaserve.errors import ConfigError
+from dynaserve.files import check_replaceable
 
 COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "table1": tables.table1,
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("what", choices=COMMANDS, metavar="WHAT", help="one of the above")
     parser.add_argument("--gpu-grid", type=Path, required=True, metavar="FILE", help="CSV of measured steps")
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the trace files")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files, for all that is not of one fixed shape")
     parser.add_argument("--requests", type=options.whole(1), default=2000, metavar="N", help="of each run (default: 2000)")
     parser.add_argument("--repetitions", type=options.whole(1), default=1, metavar="N", help="of each search (default: 1)")
     tables = f"of {', '.join(OVER_MANY)}"
@@ -65,16 +66,18 @@ def main(arguments: Sequence[str]) -> None:
     slos_ms = args.tbt_slo_ms or setting.SLOS_MS
     rows: list[Row] = []
     try:
+        if args.output is not None:
+            check_replaceable(args.output)
         bench = Bench(args.gpu_grid, args.traces, args.requests, args.repetitions, workloads=args.workloads, slos_ms=slos_ms)
         for row in COMMANDS[args.what](bench):
             rows.append(row)
             print(f"{row.what}: {row.here:.4g}", file=sys.stderr, flush=True)
+            if args.output is not None:
+                setting.write(args.output, rows)
     except ConfigError as error:
         print(f"benchmarks.paper: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     setting.show(rows)
-    if args.output is not None:
-        setting.write(args.output, rows)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, SLO_AWARE, WORKLOADS, Bench, Row, chunked
-from dynaserve.bench import latency_tables
 from dynaserve.bench.simulate import SimulatedRun
+from dynaserve.errors import ConfigError
 from dynaserve.step_latency import BatchShape, prefill_pairs
 from workloads import catalog
 
@@ -25,7 +25,7 @@ def figure3(bench: Bench) -> list[Row]:
 
     A prompt token costs its share of a step of 2048, an output token its share of a step of 32 decodes.
     """
-    table = latency_tables.from_grid(bench.grid, bench.model.name, "a100_sxm", 2.5, 1.2)
+    table = bench.table()
     prefill_ms = (
         table.step_ms(BatchShape(prefill_tokens=2048, prefill_pairs=prefill_pairs(2048, 0), decodes=0, decode_context_tokens=0)) / 2048
     )
@@ -136,7 +136,9 @@ def transfer(bench: Bench) -> list[Row]:
         for how in ("end", "blocks"):
             options = ("--policy", "paper", "--batching", "slo", "--kv-gbytes-per-s", gbytes_per_s, "--kv-transfer", how)
             found = bench.summary("mini-reasoning", 2.0, *options).hand_off_wait_ms
-            wait_ms[how] = 0.0 if found is None else found.mean
+            if found is None:
+                raise ConfigError(f"no hand-off among {bench.requests} requests: take more of them")
+            wait_ms[how] = found.mean
             rows.append(Row(f"{gbytes_per_s} GB/s, {how}: mean wait ms", wait_ms[how]))
         rows.append(Row(f"{gbytes_per_s} GB/s: saved, %", 100 * (1 - wait_ms["blocks"] / wait_ms["end"]), 94.0))
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from statistics import fmean, stdev
 from benchmarks.paper.baselines import FIRST_PER_S
 from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, WORKLOADS, Bench, Row
 from dynaserve.bench.simulate import SimulatedRun
+from dynaserve.errors import ConfigError
 
 ORACLES = ("exhaustive", "exhaustive:gather=0", "exhaustive:gather=1")
 """With its own fleet plan, and with each fixed one of two instances."""
@@ -44,7 +46,10 @@ def oracle(bench: Bench) -> Iterator[Row]:
 def _overloaded(bench: Bench, pool: ThreadPoolExecutor, workload: str, first: float, slo_ms: str) -> dict[str, list[float]]:
     """Tokens per second of `dynamic` and the oracles, of each seed."""
     setting = ("--tbt-slo-ms", slo_ms, "--batching", "slo")
-    rate = OVERLOAD * (bench.capacity(workload, first, *setting, "--policy", "dynamic") or first)
+    capacity = bench.capacity(workload, first, *setting, "--policy", "dynamic")
+    if not capacity:
+        raise ConfigError(f"{workload} at {slo_ms} ms is not servable by dynamic, so that no load is {OVERLOAD:g} times its capacity")
+    rate = OVERLOAD * capacity
     offered = ("--rate", f"{rate:g}", "--drawn", *setting)
     runs = {
         policy: [pool.submit(bench.run, workload, *offered, "--policy", policy, "--seed", seed) for seed in SEEDS]
@@ -85,4 +90,4 @@ def plans(bench: Bench) -> Iterator[Row]:
             }
             for name, options in systems.items():
                 found = bench.capacity(workload, first, *slo, *options)
-                yield Row(f"{workload} at {slo_ms} ms: {name} / SLO-aware colocation", found / colocated if colocated else 0.0)
+                yield Row(f"{workload} at {slo_ms} ms: {name} / SLO-aware colocation", found / colocated if colocated else math.inf)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from dynaserve.bench import simulate
+from dynaserve.bench import latency_tables, simulate
 from dynaserve.bench.simulate import SimulatedRun
 from dynaserve.bench.simulated import SimulatedSummary
 from dynaserve.errors import ConfigError
+from dynaserve.files import write_in_one_move
+from dynaserve.step_latency import ProfileTable
+from workloads import catalog
 
-CALIBRATION = ("--cost-scale", "1.2", "--max-running", "128")
+GPU = "a100_sxm"
+COST_SCALE, OVERHEAD_MS = 1.2, 2.5
+CALIBRATION = ("--cost-scale", f"{COST_SCALE:g}", "--overhead-ms", f"{OVERHEAD_MS:g}", "--max-running", "128")
 """Chosen so that the six throughputs of Table 1 fit, and used for everything else."""
 CHUNKS = ("256", "512", "1024", "2048")
 """Of vLLM, among which the paper tunes colocation for each workload."""
@@ -68,11 +74,12 @@ class Row:
 class Bench:
     """Where the data is, and how long each run is.
 
-    requests None: all that the workload has, or --duration-s. workloads, slos_ms: of a table over many; workloads None: all of it.
+    traces None: only fixed shapes and mini-reasoning can be loaded. requests None: all that the workload has, or --duration-s.
+    workloads, slos_ms: of a table over many; workloads None: all of it.
     """
 
     grid: Path
-    traces: Path
+    traces: Path | None
     requests: int | None
     repetitions: int
     model: Model = MODELS["14b"]
@@ -80,17 +87,25 @@ class Bench:
     slos_ms: Sequence[str] = SLOS_MS
 
     def chosen(self, first_per_s: Mapping[str, float]) -> dict[str, float]:
-        """Of a table's workloads those that are wanted. Raises ConfigError where it has none of them."""
+        """Of a table's workloads those that are wanted. Raises ConfigError where it lacks one of them, or one cannot be loaded: now,
+        rather than after hours."""
+        if unknown := [name for name in self.workloads or () if name not in first_per_s]:
+            raise ConfigError(f"--workloads: this table has {', '.join(first_per_s)}, and not {', '.join(unknown)}")
         chosen = {name: rate for name, rate in first_per_s.items() if self.workloads is None or name in self.workloads}
-        if not chosen:
-            raise ConfigError(f"--workloads: this table has {', '.join(first_per_s)}, none of {', '.join(self.workloads or ())}")
+        for name in chosen:
+            catalog.load(name, self.traces)
         return chosen
+
+    def table(self) -> ProfileTable:
+        """What a step takes. Raises ConfigError."""
+        return latency_tables.from_grid(self.grid, self.model.name, GPU, OVERHEAD_MS, COST_SCALE)
 
     def options(self, workload: str, *more: str) -> list[str]:
         model = self.model
         size = ("--parameters", str(model.parameters), "--layers", str(model.layers), "--hidden", str(model.hidden))
         return [
-            *("--gpu-grid", str(self.grid), "--gpu-model", model.name, "--gpu", "a100_sxm", "--traces", str(self.traces)),
+            *("--gpu-grid", str(self.grid), "--gpu-model", model.name, "--gpu", GPU),
+            *(() if self.traces is None else ("--traces", str(self.traces))),
             *(*CALIBRATION, *size, "--peak-tflops", str(312 * model.devices), "--kv-tokens", str(model.kv_tokens)),
             *("--kv-token-bytes", str(model.kv_token_bytes), "--workload", workload, *more),
             *(() if self.requests is None else ("--requests", str(self.requests))),
@@ -128,7 +143,8 @@ def show(rows: Sequence[Row]) -> None:
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """As CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["what", "here", "paper", "ratio"])
-        writer.writerows((row.what, row.here, row.paper, row.ratio) for row in rows)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["what", "here", "paper", "ratio"])
+    writer.writerows((row.what, row.here, row.paper, row.ratio) for row in rows)
+    write_in_one_move(path, text.getvalue().encode())

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from statistics import median
 
 from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, Bench, Row, chunked
-from dynaserve.bench import latency_tables
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Options, Policy, RequestSpec, Slo
 
@@ -64,7 +63,7 @@ TABLE_3 = {6: 17.47, 8: 15.48, 10: 14.40, 12: 13.70, 14: 14.85, 16: 14.54}
 
 def table3(bench: Bench) -> list[Row]:
     """Median milliseconds of a decision of the dynamic policy on this machine, called from Python, without the front-end around it."""
-    table = latency_tables.from_grid(bench.grid, bench.model.name, "a100_sxm", 2.5, 1.2)
+    table = bench.table()
     limits = InstanceLimits(max_requests=128, max_step_tokens=2048, kv_tokens=bench.model.kv_tokens, step_ms=95.0)
     rows = []
     for rate, paper_ms in TABLE_3.items():

@@ -12,7 +12,6 @@ from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, WORKLOADS, 
 from benchmarks.paper.tables import OVERLOAD_PER_S, SYSTEMS, TABLE_1, TABLE_2, capacities_and_goodput
 from workloads import catalog
 
-SHAPES = {"table1-prefill": (8192, 32), "table1-balanced": (2048, 512), "table1-decode": (219, 1467)}
 UNCALIBRATED = ("--cost-scale", "1", "--overhead-ms", "0.01", "--max-running", "256")
 
 
@@ -28,7 +27,7 @@ def table1_why(bench: Bench) -> list[Row]:
 def _implied_mfu() -> Iterator[Row]:
     size = MODELS["14b"]
     for (shape, system), paper in TABLE_1.items():
-        prompt, output = SHAPES[shape]
+        prompt, output = map(int, catalog.SHAPES[shape].split(","))
         pairs = (prompt + output) ** 2 / 2
         flop = 2 * size.parameters * (prompt + output - 1) + 4 * size.layers * size.hidden * pairs
         implied = 100 * paper[6] * flop / (2 * 312e12)

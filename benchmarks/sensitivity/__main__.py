@@ -19,6 +19,7 @@ import numpy as np
 
 from dynaserve.bench import compare_plots, simulate
 from dynaserve.errors import ConfigError
+from dynaserve.files import check_replaceable
 
 SWEEPS = {
     "chunk": ("--chunk", ("128", "256", "384", "512", "1024", "2048")),
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments[:end])
     try:
         compare_plots.check_installed()
+        for kind in ("csv", "png"):
+            check_replaceable(Path(f"{args.output}.{kind}"))
         rows = list(sweep(args.sweep, arguments[end + 1 :]))
         write(args.output, args.sweep, rows)
     except ConfigError as error:

@@ -54,12 +54,10 @@ void BindRequests(nb::module_& m) {
                                 "for what was not simulated.");
   forecast.def_ro("start_ms", &Forecast::start_ms)
       .def_ro("prefill_end_ms", &Forecast::prefill_end_ms)
-      .def_ro("end_ms", &Forecast::end_ms);
-  AsValue(forecast, "start_ms", "prefill_end_ms", "end_ms");
+      .def_ro("end_ms", &Forecast::end_ms)
+      .def_ro("last_prefill_tokens", &Forecast::last_prefill_tokens);
+  AsValue(forecast, "start_ms", "prefill_end_ms", "end_ms", "last_prefill_tokens");
 
-  nb::enum_<AdmissionOrder>(m, "AdmissionOrder", "Which waiting request is looked at first.")
-      .value("arrival", AdmissionOrder::kArrival)
-      .value("shortest_prefill", AdmissionOrder::kShortestPrefill);
   nb::enum_<Horizon>(m, "Horizon", "How far a prediction goes.")
       .value("prefill_end", Horizon::kPrefillEnd)
       .value("end", Horizon::kEnd);
@@ -72,9 +70,8 @@ void BindExecution(nb::module_& m) {
   nb::class_<ExecutionPredictor>(m, "ExecutionPredictor",
                                  "The virtual batches that one instance is going to run.  Times "
                                  "never go back.  Not thread-safe.")
-      .def(nb::init<const ProfileTable&, const InstanceLimits&, AdmissionOrder>(), "table"_a,
-           "limits"_a, "order"_a = AdmissionOrder::kArrival, nb::keep_alive<1, 2>(),
-           "ValueError: a limit is out of range.")
+      .def(nb::init<const ProfileTable&, const InstanceLimits&>(), "table"_a, "limits"_a,
+           nb::keep_alive<1, 2>(), "ValueError: a limit is out of range.")
       .def("predict", &ExecutionPredictor::Predict, "newcomer"_a, "now_ms"_a,
            "horizon"_a = Horizon::kEnd,
            "What would become of a request that came now.\nValueError: it has no tokens, or a "
@@ -104,8 +101,10 @@ void BindExecution(nb::module_& m) {
            "What would become of it from now on if nothing else came; None: it is not there (any "
            "more).")
       .def("change", &ExecutionPredictor::Change, "changed"_a, "now_ms"_a,
-           "Gives the request of that key other work, in its place; False: it is not there, or "
-           "decodes already.\nValueError: as `predict`.")
+           "Gives the request of that key other work, in its place; a beta that is ready later "
+           "waits "
+           "again.  False: it is not there, or decodes already and is to compute prefill.\n"
+           "ValueError: as `predict`.")
       .def("predict_change", &ExecutionPredictor::PredictChange, "changed"_a, "now_ms"_a,
            "horizon"_a = Horizon::kEnd,
            "What would become of it then; None where `change` returns False.")

@@ -326,8 +326,9 @@ void BindProfileTable(nb::module_& m) {
                            "Not thread-safe.")
       .def(nb::init<const Roofline&>(), "roofline"_a,
            "ValueError: a coefficient is negative or not finite, or the knee is below 1.")
-      .def("step_ms", &ProfileTable::StepMs, "shape"_a,
-           "Predicted latency; it never falls when an argument grows.")
+      .def(
+          "step_ms", &ProfileTable::StepMs, "shape"_a,
+          "Predicted latency; it never falls when tokens, pairs, decodes or the mean context grow.")
       .def("observe", &ProfileTable::Observe, "shape"_a, "measured_ms"_a,
            "Learns from a step.\nValueError: it has no tokens, or a time that is not positive.")
       .def("bins", &ProfileTable::Bins, "The bins that have learnt something, by index.")
@@ -387,8 +388,9 @@ void BindBatchRule(nb::module_& m) {
   nb::class_<PrefillBudget> budget(m, "PrefillBudget", "Prefill tokens of the next step, and why.");
   budget.def_ro("tokens", &PrefillBudget::tokens)
       .def_ro("step_ms", &PrefillBudget::step_ms)
-      .def_ro("reason", &PrefillBudget::reason);
-  AsValue(budget, "tokens", "step_ms", "reason");
+      .def_ro("reason", &PrefillBudget::reason)
+      .def_ro("within", &PrefillBudget::within);
+  AsValue(budget, "tokens", "step_ms", "reason", "within");
 
   m.def(
       "shape_with",

@@ -3,6 +3,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
+#include <string>
 #include <vector>
 
 #include "dynaserve/fleet_planner.h"
@@ -16,6 +18,13 @@ using namespace nb::literals;
 
 namespace dynaserve {
 namespace {
+
+void CheckIndex(const std::vector<SearchInstance>& instances, std::size_t index) {
+  if (index < instances.size()) return;
+  const std::string told =
+      "instance " + std::to_string(index) + " of " + std::to_string(instances.size());
+  throw nb::index_error(told.c_str());
+}
 
 void BindPlanner(nb::module_& m) {
   nb::class_<FleetDemand>(
@@ -129,10 +138,12 @@ void BindSearch(nb::module_& m) {
       .def_ro("outcome", &Choice::outcome)
       .def_ro("objective_ms", &Choice::objective_ms)
       .def_ro("whole_objective_ms", &Choice::whole_objective_ms)
+      .def_ro("alpha_start_ms", &Choice::alpha_start_ms)
       .def_ro("hand_off_ms", &Choice::hand_off_ms)
+      .def_ro("beta_start_ms", &Choice::beta_start_ms)
       .def_ro("probes", &Choice::probes);
   AsValue(choice, "alpha", "beta", "split_token", "outcome", "objective_ms", "whole_objective_ms",
-          "hand_off_ms", "probes");
+          "alpha_start_ms", "hand_off_ms", "beta_start_ms", "probes");
 
   using Instances = std::vector<SearchInstance>;
   nb::class_<SplitSearch>(m, "SplitSearch", "The choice for one request; reserves nothing.")
@@ -140,21 +151,27 @@ void BindSearch(nb::module_& m) {
       .def(
           "find",
           [](SplitSearch& search, const Instances& instances, const SearchRequest& request,
-             const SearchOptions& options,
-             double now_ms) { return search.Find(instances, request, options, now_ms); },
+             const SearchOptions& options, double now_ms) {
+            CheckIndex(instances, 0);
+            return search.Find(instances, request, options, now_ms);
+          },
           "instances"_a, "request"_a, "options"_a, "now_ms"_a,
           "The lowest objective that was found, whole or cut.")
       .def(
           "try_whole",
           [](SplitSearch& search, const Instances& instances, std::size_t index,
-             const SearchRequest& request, const SearchOptions& options,
-             double now_ms) { return search.TryWhole(instances, index, request, options, now_ms); },
+             const SearchRequest& request, const SearchOptions& options, double now_ms) {
+            CheckIndex(instances, index);
+            return search.TryWhole(instances, index, request, options, now_ms);
+          },
           "instances"_a, "index"_a, "request"_a, "options"_a, "now_ms"_a)
       .def(
           "try_cut",
           [](SplitSearch& search, const Instances& instances, std::size_t alpha, std::size_t beta,
              std::int64_t split_token, const SearchRequest& request, const SearchOptions& options,
              double now_ms) {
+            CheckIndex(instances, alpha);
+            CheckIndex(instances, beta);
             return search.TryCut(instances, alpha, beta, split_token, request, options, now_ms);
           },
           "instances"_a, "alpha"_a, "beta"_a, "split_token"_a, "request"_a, "options"_a,
@@ -171,17 +188,20 @@ void BindSearch(nb::module_& m) {
       .def(
           "__init__",
           [](Revision* self, std::optional<std::int64_t> split_token, RevisionReason reason,
-             double objective_ms, double kept_objective_ms) {
-            new (self) Revision{split_token, reason, objective_ms, kept_objective_ms, 0.0, 0};
+             double objective_ms, double kept_objective_ms, double hand_off_ms, int probes) {
+            new (self)
+                Revision{split_token, reason, objective_ms, kept_objective_ms, hand_off_ms, probes};
           },
           "split_token"_a.none(), "reason"_a, nb::kw_only(), "objective_ms"_a,
-          "kept_objective_ms"_a)
+          "kept_objective_ms"_a, "hand_off_ms"_a = 0.0, "probes"_a = 0)
       .def_ro("split_token", &Revision::split_token)
       .def_ro("reason", &Revision::reason)
       .def_ro("objective_ms", &Revision::objective_ms)
       .def_ro("kept_objective_ms", &Revision::kept_objective_ms)
+      .def_ro("hand_off_ms", &Revision::hand_off_ms)
       .def_ro("probes", &Revision::probes);
-  AsValue(revision, "split_token", "reason", "objective_ms", "kept_objective_ms", "probes");
+  AsValue(revision, "split_token", "reason", "objective_ms", "kept_objective_ms", "hand_off_ms",
+          "probes");
   m.def(
       "revise_hand_off",
       [](SplitSearch& search, const PendingHandOff& pending, const SearchRequest& request,
@@ -202,9 +222,16 @@ void BindSearch(nb::module_& m) {
       .def_ro("split_token", &BalancedSplit::split_token)
       .def_ro("imbalance_ms", &BalancedSplit::imbalance_ms)
       .def_ro("probes", &BalancedSplit::probes);
-  m.def("find_balanced_split", &FindBalancedSplit, "alpha"_a, "beta"_a, "prompt_tokens"_a,
-        "end_token"_a, "tolerance_ms"_a, "now_ms"_a,
-        "The paper's Algorithm 1: a binary search for equal completion times.");
+  m.def(
+      "find_balanced_split",
+      [](ExecutionPredictor& alpha, ExecutionPredictor& beta, std::int64_t prompt_tokens,
+         std::int64_t end_token, double tolerance_ms, double now_ms) {
+        if (end_token < 1) throw nb::value_error("a request without tokens has no split");
+        return FindBalancedSplit(alpha, beta, prompt_tokens, end_token, tolerance_ms, now_ms);
+      },
+      "alpha"_a, "beta"_a, "prompt_tokens"_a, "end_token"_a, "tolerance_ms"_a, "now_ms"_a,
+      "The paper's Algorithm 1: a binary search for equal completion times.\nValueError: there is "
+      "nothing to compute.");
 }
 
 }  // namespace dynaserve

@@ -68,8 +68,8 @@ void BindSimulator(nb::module_& m) {
   m.def("gap_bin_ms", &GapBinMs, "bin"_a, "The lower end of a bin of gap_counts.");
   m.def(
       "simulate",
-      [](const ProfileTable& table, const std::vector<SimulatedRequest>& requests,
-         const SimulationOptions& options) {
+      [](ProfileTable table, const std::vector<SimulatedRequest>& requests,
+         const SimulationOptions& options) {  // a table of its own: reading one writes into it
         const nb::gil_scoped_release unlocked;
         return Simulate(table, requests, options);
       },

@@ -65,16 +65,19 @@ class Search {
 
   // The smallest candidate up to `most` that costs at most 1 % more per token than the best.
   std::int64_t Cheapest(std::int64_t most) const {
-    double best = CostPerToken(most);
-    ForCandidates(most, [&](std::int64_t tokens) {
-      best = std::min(best, CostPerToken(tokens));
+    const auto per_token = [](double step_ms, std::int64_t tokens) {
+      return step_ms / static_cast<double>(tokens);
+    };
+    double best = per_token(StepMs(most), most);
+    ForCandidates(most, [&](std::int64_t tokens, double step_ms) {
+      best = std::min(best, per_token(step_ms, tokens));
       return true;
     });
     std::int64_t chosen = most;
     // Bins and ends of prompts both come in rising order: of each, the first that is good enough.
-    ForCandidates(most, [&](std::int64_t tokens) {
+    ForCandidates(most, [&](std::int64_t tokens, double step_ms) {
       if (tokens >= chosen) return false;
-      if (CostPerToken(tokens) > kAsGood * best) return true;
+      if (per_token(step_ms, tokens) > kAsGood * best) return true;
       chosen = tokens;
       return false;
     });
@@ -92,23 +95,25 @@ class Search {
   }
 
  private:
-  double CostPerToken(std::int64_t tokens) const {
-    return StepMs(tokens) / static_cast<double>(tokens);
-  }
-
   // Between these points a step's latency is linear but for the pairs of attention, so its cost per
-  // token is lowest at one of them, or nearly.  `visit` returns false to skip the rest of its kind.
+  // token is lowest at one of them, or nearly.  `visit` gets tokens and latency, and returns false
+  // to skip the rest of its kind.
   template <typename Visit>
   void ForCandidates(std::int64_t most, Visit visit) const {
     for (const double bin : kTokenBins) {
       const std::int64_t tokens = static_cast<std::int64_t>(bin) - decodes_.tokens();
       if (tokens >= most) break;
-      if (tokens > 0 && !visit(tokens)) break;
+      if (tokens > 0 && !visit(tokens, StepMs(tokens))) break;
     }
+    // Hundreds of short prompts may wait: their sum grows with the walk.
+    BatchShape shape = decodes_;
     std::int64_t end = 0;
     for (const PrefillWork& work : waiting_) {
       end += work.tokens;
-      if (end >= most || !visit(end)) break;
+      if (end >= most) break;
+      shape.prefill_tokens += work.tokens;
+      shape.prefill_pairs += PrefillPairs(work.tokens, work.context_tokens);
+      if (!visit(end, row_.StepMs(shape.prefill_tokens, shape.prefill_pairs))) break;
     }
   }
 

@@ -57,8 +57,8 @@ double SplitSearch::GuessInAnswer(const Sketch& alpha, const Sketch& beta, std::
   outcome.hand_off_ms = options.hand_off_price_ms + options.hand_off_price_share * outcome.ttft_ms;
   const double end_ms = outcome.ttft_ms + more * alpha.decode_step_ms;
   const double last_tokens = more > 0.0 ? 1.0 : alpha.LastTokens(prompt);
-  const double ready_ms = std::max(end_ms + options.kv_token_ms * last_tokens,
-                                   alpha.begins_ms + options.kv_token_ms * prompt) +
+  const double ready_ms = KvThereMs(alpha.begins_ms, end_ms, static_cast<double>(split_token),
+                                    last_tokens, options.kv_token_ms) +
                           options.hand_off_ms;
   // The step that runs then is half over, on average.
   const double start_ms = std::max(ready_ms + 0.5 * beta.decode_step_ms, beta.beta_seat_ms);

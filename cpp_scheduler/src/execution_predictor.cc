@@ -59,9 +59,8 @@ void Validate(const InstanceLimits& limits) {
   }
 }
 
-ExecutionPredictor::ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits,
-                                       AdmissionOrder order)
-    : table_(&table), limits_(limits), order_(order) {
+ExecutionPredictor::ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits)
+    : table_(&table), limits_(limits) {
   Validate(limits);
 }
 
@@ -109,7 +108,7 @@ void ExecutionPredictor::Add(const VirtualRequest& request, double now_ms) {
   VirtualRequest added = request;
   added.ready_ms = std::max(added.ready_ms, now_ms);
   Advance(base_, now_ms);
-  if (order_ == AdmissionOrder::kArrival && !tail_stale_) {
+  if (!tail_stale_) {
     State& tail = Tail(now_ms);
     if (added.is_beta && added.ready_ms < tail.now_ms) {
       tail_stale_ = true;  // it overtakes what runs there already
@@ -125,9 +124,7 @@ bool ExecutionPredictor::Remove(std::uint64_t key, double now_ms) {
   const auto decode = std::find_if(base_.decodes.begin(), base_.decodes.end(),
                                    [key](const Decode& d) { return d.key == key; });
   if (decode != base_.decodes.end()) {
-    base_.decode_context -= decode->end_context - (decode->end_step - base_.step);
-    base_.decodes.erase(decode);
-    std::make_heap(base_.decodes.begin(), base_.decodes.end(), EndsLater);
+    EraseDecode(base_, decode);
   } else if (!EraseKey(base_.prefills, key, [](const Prefill& p) { return p.request.key; }) &&
              !EraseKey(base_.waiting, key, [](const VirtualRequest& r) { return r.key; })) {
     return false;
@@ -298,8 +295,15 @@ std::optional<Forecast> ExecutionPredictor::PredictChange(const VirtualRequest& 
 std::optional<Forecast> ExecutionPredictor::ChangeIn(State& state,
                                                      const VirtualRequest& changed) const {
   Forecast so_far;
+  // A beta that was predicted to have begun, and whose KV is still to come, waits.
+  const bool waits = changed.is_beta && changed.ready_ms > state.now_ms;
   for (auto place = state.prefills.begin(); place != state.prefills.end(); ++place) {
     if (place->request.key != changed.key) continue;
+    if (waits) {
+      state.prefills.erase(place);
+      Enqueue(state, changed);
+      return so_far;
+    }
     so_far.start_ms = place->start_ms;
     if (changed.prefill_tokens > 0) {
       place->request = changed;
@@ -310,12 +314,25 @@ std::optional<Forecast> ExecutionPredictor::ChangeIn(State& state,
     BeginDecode(state, changed, so_far.start_ms, so_far.prefill_end_ms);
     return so_far;
   }
+  const auto decode = std::find_if(state.decodes.begin(), state.decodes.end(),
+                                   [&](const Decode& d) { return d.key == changed.key; });
+  if (decode != state.decodes.end()) {
+    if (!waits && changed.prefill_tokens > 0) return std::nullopt;
+    so_far = {decode->start_ms, decode->prefill_end_ms};
+    EraseDecode(state, decode);
+    if (waits) {
+      Enqueue(state, changed);
+      return Forecast{};
+    }
+    BeginDecode(state, changed, so_far.start_ms, so_far.prefill_end_ms);
+    return so_far;
+  }
   const auto place = std::find_if(state.waiting.begin(), state.waiting.end(),
                                   [&](const VirtualRequest& r) { return r.key == changed.key; });
   if (place == state.waiting.end()) return std::nullopt;
   VirtualRequest waiting = changed;
   waiting.ready_ms = std::max(changed.ready_ms, state.now_ms);
-  if (order_ == AdmissionOrder::kArrival && waiting.resumes() == place->resumes()) {
+  if (waiting.resumes() == place->resumes()) {
     *place = waiting;
   } else {
     state.waiting.erase(place);
@@ -339,15 +356,10 @@ void ExecutionPredictor::Check(const VirtualRequest& request) const {
 
 void ExecutionPredictor::Enqueue(State& state, const VirtualRequest& request) const {
   auto place = state.waiting.end();
-  if (order_ == AdmissionOrder::kArrival && request.is_beta) {
+  if (request.is_beta) {
     place = std::ranges::find_if(state.waiting, [&](const VirtualRequest& waiting) {
       return !waiting.is_beta || (request.resumes() && !waiting.resumes());
     });
-  } else if (order_ == AdmissionOrder::kShortestPrefill) {
-    place = std::upper_bound(state.waiting.begin(), state.waiting.end(), request,
-                             [](const VirtualRequest& a, const VirtualRequest& b) {
-                               return a.prefill_tokens < b.prefill_tokens;
-                             });
   }
   state.waiting.insert(place, request);
 }
@@ -358,6 +370,12 @@ void ExecutionPredictor::BeginDecode(State& state, const VirtualRequest& request
   state.decodes.push_back({state.step + request.decode_tokens, request.end_token(), request.key,
                            start_ms, prefill_end_ms});
   std::push_heap(state.decodes.begin(), state.decodes.end(), EndsLater);
+}
+
+void ExecutionPredictor::EraseDecode(State& state, std::vector<Decode>::iterator decode) {
+  state.decode_context -= decode->end_context - (decode->end_step - state.step);
+  state.decodes.erase(decode);
+  std::make_heap(state.decodes.begin(), state.decodes.end(), EndsLater);
 }
 
 void ExecutionPredictor::End(std::uint64_t key, const Forecast& forecast,
@@ -401,8 +419,7 @@ ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
     // The token that one samples from is computed with the step, as that of any decode.
     const std::int64_t context =
         request.context_tokens + (request.resumes() ? 0 : request.prefill_tokens);
-    const bool overtakes =
-        order_ == AdmissionOrder::kArrival && request.is_beta && request.resumes();
+    const bool overtakes = request.is_beta && request.resumes();
     const bool fits =
         (overtakes || tokens < limits_.max_step_tokens) && seats < limits_.max_requests &&
         kv + context <= limits_.kv_tokens &&
@@ -604,10 +621,6 @@ void ExecutionPredictor::Advance(State& state, double now_ms) {
 }
 
 ExecutionPredictor::State& ExecutionPredictor::Tail(double now_ms) {
-  if (order_ != AdmissionOrder::kArrival) {
-    Advance(base_, now_ms);
-    return base_;
-  }
   if (tail_stale_) {
     Advance(base_, now_ms);
     tail_ = base_;

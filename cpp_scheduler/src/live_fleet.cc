@@ -407,7 +407,10 @@ std::optional<double> LiveFleet::PredictEndMs(const std::string& request_id, dou
   const auto rest = instance->second.predictor->PredictRest(KeyOf(entry.ordinal, last), now_ms);
   const auto request = instance->second.predictor->Find(KeyOf(entry.ordinal, last), now_ms);
   if (!rest || !request) return std::nullopt;
-  const double decodes_from_ms = std::max(now_ms, std::min(rest->prefill_end_ms, rest->end_ms));
+  // Of what decodes already no end of its prefill is foretold.
+  const bool decodes = !std::isfinite(rest->prefill_end_ms);
+  const double decodes_from_ms =
+      decodes ? now_ms : std::max(now_ms, std::min(rest->prefill_end_ms, rest->end_ms));
   return decodes_from_ms + DecodingMs(instance->second, rest->end_ms - decodes_from_ms,
                                       request->decode_tokens, now_ms);
 }
@@ -464,6 +467,7 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   ExecutionPredictor& predictor = *found->second.predictor;
   predictor.Snapshot(now_ms, running_, waiting_);
   sent_back_.clear();
+  under_way_.clear();
   for (const Progress& report : progress) {
     const auto known = entries_.find(report.request_id);
     if (known == entries_.end()) continue;
@@ -478,6 +482,7 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
       if (side == 1 || std::ranges::any_of(waiting_, same)) continue;
       std::erase_if(running_, same);
       const bool is_whole = entry.parts.size() == 1;
+      if (!is_whole) under_way_.push_back(&entry);
       const std::int64_t end = is_whole ? EndToken(entry.request) : entry.split_token;
       // A hand-off may have moved to before the end of what is cached: one token is computed
       // anyway.
@@ -487,12 +492,14 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
       sent_back_.push_back(rest);
       continue;
     }
-    if (side == 0 && report.computed_tokens > entry.split_token) StayOnAlpha(entry, now_ms);
     const bool is_alpha_of_two = entry.parts.size() > 1 && side == 0;
+    if (is_alpha_of_two && report.computed_tokens > entry.split_token) {
+      entry.split_token =
+          report.computed_tokens + 1;  // it was moved to before what a step computes
+    }
     std::int64_t end_token = ComputedTokens(entry.prompt_tokens, report.expected_output_tokens);
     if (is_alpha_of_two) end_token = entry.split_token;
-    const std::int64_t computed =
-        std::max(report.computed_tokens, side == 1 ? entry.split_token : std::int64_t{0});
+    const std::int64_t computed = report.computed_tokens;
     if (!is_alpha_of_two) {
       // An answer that outgrew what was promised for it holds what it has computed.
       const std::int64_t grown =
@@ -503,6 +510,7 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     std::erase_if(running_, same);
     std::erase_if(waiting_, same);
     if (is_alpha_of_two && computed >= end_token) continue;
+    if (is_alpha_of_two) under_way_.push_back(&entry);
     const std::int64_t prefill =
         std::max<std::int64_t>(0, std::min(entry.prompt_tokens, end_token) - computed);
     const std::int64_t decodes =
@@ -514,6 +522,30 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   }
   waiting_.insert(waiting_.begin(), sent_back_.begin(), sent_back_.end());
   predictor.Replace(running_, waiting_, now_ms, /*between_steps=*/true);
+  for (const Entry* entry : under_way_) HoldBeta(*entry, now_ms);
+}
+
+// When alpha's KV is with beta; tokens: those that have not left yet.
+double LiveFleet::ReadyMs(const Forecast& alpha, std::int64_t tokens, double now_ms) const {
+  Forecast from_now = alpha;
+  from_now.start_ms = std::isfinite(alpha.start_ms) ? std::max(alpha.start_ms, now_ms) : now_ms;
+  return SplitSearch::KvThereMs(from_now, tokens, options_.kv_token_ms) + options_.hand_off_ms;
+}
+
+// A beta that is predicted to have begun, or to be over, though its alpha is under way, waits.
+void LiveFleet::HoldBeta(const Entry& entry, double now_ms) {
+  const auto alpha = instances_.find(entry.parts[0].instance_id);
+  const auto beta = instances_.find(entry.parts[1].instance_id);
+  if (alpha == instances_.end() || beta == instances_.end()) return;
+  const auto foretold = beta->second.predictor->Find(KeyOf(entry.ordinal, 1), now_ms);
+  if (foretold && foretold->ready_ms > now_ms) return;
+  const std::uint64_t key = KeyOf(entry.ordinal, 0);
+  const auto standing = alpha->second.predictor->Find(key, now_ms);
+  const auto rest = alpha->second.predictor->PredictRest(key, now_ms);
+  if (!standing || !rest) return;
+  VirtualRequest held = BetaOf(entry);
+  held.ready_ms = ReadyMs(*rest, standing->prefill_tokens, now_ms);
+  Put(entry.parts[1].instance_id, held, now_ms);
 }
 
 void LiveFleet::ReportOthers(const InstanceId& instance_id, std::span<const OtherRequest> others,
@@ -631,10 +663,7 @@ void LiveFleet::Recut(const std::string& request_id, std::optional<std::int64_t>
       rest.key = key;
       if (rest.prefill_tokens + rest.decode_tokens > 0) {
         const auto forecast = predictor.PredictChange(rest, now_ms, Horizon::kEnd);
-        if (forecast) {
-          ready_ms = SplitSearch::KvThereMs(*forecast, rest.prefill_tokens, options_.kv_token_ms) +
-                     options_.hand_off_ms;
-        }
+        if (forecast) ready_ms = ReadyMs(*forecast, rest.prefill_tokens, now_ms);
       }
     }
   }
@@ -666,12 +695,17 @@ void LiveFleet::CutAt(Entry& entry, std::int64_t split_token, double ready_ms, d
       Put(entry.parts[0].instance_id, rest, now_ms);
     }
   }
-  VirtualRequest rest =
-      RestUpTo(entry.request, std::max(EndToken(entry.request), split_token + 1), split_token);
-  rest.key = KeyOf(entry.ordinal, 1);
+  VirtualRequest rest = BetaOf(entry);
   rest.ready_ms = ready_ms;
-  rest.is_beta = true;
   Put(entry.parts[1].instance_id, rest, now_ms);
+}
+
+VirtualRequest LiveFleet::BetaOf(const Entry& entry) {
+  const std::int64_t end = std::max(EndToken(entry.request), entry.split_token + 1);
+  VirtualRequest beta = RestUpTo(entry.request, end, entry.split_token);
+  beta.key = KeyOf(entry.ordinal, 1);
+  beta.is_beta = true;
+  return beta;
 }
 
 void LiveFleet::Lift(Entry& entry, double now_ms) {

@@ -144,6 +144,10 @@ std::optional<double> Scheduler::PredictHandOffMs(const std::string& request_id,
 
 void Scheduler::Report(const InstanceId& instance_id, std::span<const Progress> progress,
                        double now_ms) {
+  for (const Progress& report : progress) {
+    ValidateTokens("computed_tokens", report.computed_tokens);
+    ValidateTokens("expected_output_tokens", report.expected_output_tokens);
+  }
   if (live_) live_->Report(instance_id, progress, now_ms);
 }
 
@@ -167,6 +171,7 @@ std::optional<Revision> Scheduler::Revise(const std::string& request_id, double 
 void Scheduler::Recut(const std::string& request_id, std::optional<std::int64_t> split_token,
                       double now_ms) {
   if (split_token) ValidateTokens("split_token", *split_token);
+  if (split_token == 0) Refuse("split_token is 0; alpha computes at least one token");
   if (live_) live_->Recut(request_id, split_token, now_ms);
 }
 

@@ -199,10 +199,9 @@ double SplitSearch::GuessCut(const Sketch& alpha, const Sketch& beta, std::int64
   const auto split = static_cast<double>(split_token);
   const double alpha_ms = alpha.PrefillMs(split - cached);
   const double beta_ms = beta.PrefillMs(static_cast<double>(request.prompt_tokens - split_token));
-  const double moved_ms =
-      std::max(alpha_ms + options.kv_token_ms * alpha.LastTokens(split - cached),
-               options.kv_token_ms * split);
-  const double ready_ms = alpha.begins_ms + moved_ms + options.hand_off_ms;
+  const double there_ms = KvThereMs(alpha.begins_ms, alpha.begins_ms + alpha_ms, split,
+                                    alpha.LastTokens(split - cached), options.kv_token_ms);
+  const double ready_ms = there_ms + options.hand_off_ms;
   // A beta waits for the step that runs when it becomes ready: half a step on average.
   const std::int64_t rest = request.prompt_tokens - split_token;
   const double start_ms = std::max(beta.BetaBeginsMs(rest), ready_ms + 0.5 * beta.decode_step_ms);
@@ -463,9 +462,9 @@ struct SplitSearch::PairChart {
   double BeatMs() const { return beta.sketch.decode_step_ms; }
   double ReadyMs(std::int64_t split) const {
     const Prefilling::Took took = alpha.UpTo(split);
-    const double last_ms = took.ms + kv_token_ms * static_cast<double>(took.last_tokens);
-    const double moved_ms = std::max(last_ms, kv_token_ms * static_cast<double>(split));
-    return alpha.start_ms + moved_ms + hand_off_ms;
+    return KvThereMs(alpha.start_ms, alpha.start_ms + took.ms, static_cast<double>(split),
+                     static_cast<double>(took.last_tokens), kv_token_ms) +
+           hand_off_ms;
   }
   // A beta that waits for no queue starts as the step ends that runs when it is ready: these follow
   // each other from one that is known.

@@ -18,6 +18,7 @@ from dynaserve.bench import client, options, report, search, trial
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.trial import NotTrusted, Trial
 from dynaserve.errors import ConfigError
+from dynaserve.files import check_replaceable, write_in_one_move
 
 NOT_SERVABLE, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
 EXAMPLE = """\
@@ -28,7 +29,8 @@ A rate passes if no request fails, the P99 of all gaps between tokens is within 
 is given, and neither TTFT nor the longest gap of a request grows over the run by more than 0.05 s per second of arrivals. Where the
 standard error of a run leaves that open, one with other requests follows, and both together decide. Each repetition is a search of its
 own, with its own seed: requests drawn at random from the workload. The capacity is the median of the repetitions.
-Short runs read too high: a run should be several times as long as the longest answer.
+Short runs read too high: a run should be several times as long as the longest answer. --output is written after each repetition, with
+the capacity after the last one: what was measured before an error stays there.
 
 exit status: 0 reported; 1 not even --least-rate passed; 2 bad option or server; 3 the figures cannot be trusted."""
 
@@ -93,13 +95,9 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     opts, searching = drawn_options(args), search_options(args)
     if opts.output is not None:
-        report.check_writable(opts.output)
+        check_replaceable(opts.output)
     client.allow_many_connections()
-    console, found = Console(highlight=False), list[Repetition]()
-    for number in range(searching.repetitions):
-        found.append(find(partial(trial.run, opts, confirms=True), following(searching, found), opts.seed + number, _tell))
-    if opts.output is not None:
-        _write(opts.output, arguments, opts, found)
+    console, found = Console(highlight=False), _repetitions(arguments, opts, searching)
     capacity = median_rate(found)
     for repetition in found:
         console.print(f"seed {repetition.seed}: {bracket(repetition)}", markup=False)
@@ -108,6 +106,23 @@ def run(arguments: Sequence[str]) -> int:
     told = f"TBT {opts.slo.tbt_ms:g} ms" + ("" if opts.slo.ttft_ms is None else f", TTFT {opts.slo.ttft_ms:g} ms")
     console.print(f"capacity {capacity:.3g} requests/s ({opts.workload}, P99 within {told}, {len(found)} repetitions)", markup=False)
     return 0
+
+
+def _repetitions(arguments: Sequence[str], opts: ReplayOptions, searching: SearchOptions) -> list[Repetition]:
+    """All searches, each of which is in --output when it is over. Raises ConfigError."""
+    found: list[Repetition] = []
+    try:
+        for number in range(searching.repetitions):
+            found.append(find(partial(trial.run, opts, confirms=True), following(searching, found), opts.seed + number, _tell))
+            if opts.output is not None:
+                _write(opts.output, arguments, opts, found, complete=len(found) == searching.repetitions)
+    except (ConfigError, KeyboardInterrupt) as error:
+        if opts.output is None or not found:
+            raise
+        kept = f"repetitions measured before it: {len(found)}, in {opts.output}"
+        # Of the same kind, which the exit status tells.
+        raise type(error)(f"{str(error) or 'interrupted'}; {kept}") from error
+    return found
 
 
 def add_search(group: Any) -> None:
@@ -202,15 +217,16 @@ def repetition_data(one: Repetition) -> dict[str, Any]:
     return asdict(replace(one, trials=())) | {"trials": [trial_data(run) for run in one.trials]}
 
 
-def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Sequence[Repetition]) -> None:
+def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Sequence[Repetition], *, complete: bool) -> None:
+    """complete: these are all repetitions; otherwise there is no capacity."""
     content = {
         "command": report.command_line(arguments, "bench capacity"),
         "machine": report.machine(),
         "workload": opts.workload,
-        "capacity_per_s": median_rate(found),
+        "capacity_per_s": median_rate(found) if complete else None,
         "repetitions": [repetition_data(one) for one in found],
     }
-    path.write_text(json.dumps(content, indent=1))
+    write_in_one_move(path, json.dumps(content, indent=1).encode())
 
 
 def verdict_of(run: Trial) -> str:

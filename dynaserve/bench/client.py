@@ -65,13 +65,16 @@ class Recording:
 
 
 def http_client(api_key: str | None) -> httpx.AsyncClient:
-    """One that opens as many connections as there are requests under way, and waits for ever: the caller has the timeout."""
+    """One that opens as many connections as there are requests under way, and waits for ever: the caller has the timeout.
+
+    It asks servers directly, as `direct_http` does: what a proxy of the environment adds would be told as theirs.
+    """
     headers = {"accept-encoding": "identity", "content-type": "application/json"}
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
     # Idle connections are dropped before the server does it, which could be in the moment in which one is used again.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
-    return httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
+    return httpx.AsyncClient(headers=headers, transport=httpx.AsyncHTTPTransport(limits=limits), timeout=None)
 
 
 def allow_many_connections() -> None:

@@ -146,17 +146,17 @@ class Measurement:
         self.comparison = Comparison(self.opts.replay.workload, self.opts.replay.slo, self.turns, self.runs, self.saturation_per_s)
 
     def lacks(self, name: str, number: int) -> bool:
-        """Whether that turn of that system, counted from 0, has not been taken."""
-        return number >= len(self.turns[name])
+        """Whether that turn of that system, counted from 0, has not been taken: one that failed leaves a gap."""
+        return all(turn.repetition.seed != self._seed(number) for turn in self.turns[name])
 
     @property
     def is_complete(self) -> bool:
-        return not any(self.lacks(name, self.opts.search.repetitions - 1) for name in self.turns)
+        return not any(self.lacks(name, number) for name in self.turns for number in range(self.opts.search.repetitions))
 
     def warm_up(self, name: str, running: Running, number: int) -> None:
         """Of all systems alike, with all requests at once; the first time tells the saturation. Raises ConfigError."""
         if self.opts.saturates:
-            seed = self.opts.replay.seed + number
+            seed = self._seed(number)
             rate = trial.saturation(replace(self.opts.replay, urls=running.urls), seed)
             self.saturation_per_s.setdefault(name, rate)
             print(f"{name}: seed {seed}  {rate:8.3g} requests/s  when all are sent at once", file=sys.stderr, flush=True)
@@ -169,7 +169,7 @@ class Measurement:
     def searching(self, name: str, running: Running, number: int) -> Iterator[Trial]:
         """The same run by run, so that others can have theirs in between."""
         counted = systems.cut_counts(running.urls)
-        search = capacity.finding(partial(self._run, running), self._searching(name), self.opts.replay.seed + number)
+        search = capacity.finding(partial(self._run, running), self._searching(name), self._seed(number))
         while True:
             try:
                 run = next(search)
@@ -181,6 +181,7 @@ class Measurement:
         after = systems.cut_counts(running.urls)
         share = after.since(counted) if counted is not None and after is not None else None
         self.turns[name].append(Turn(found, share))
+        self.turns[name].sort(key=lambda turn: turn.repetition.seed)
         self.keep(self.comparison)
 
     def run_side_by_side(self) -> None:
@@ -194,6 +195,9 @@ class Measurement:
                 self.runs[system.name] = self._run(running, rate, self.opts.replay.seed)
                 _tell(system.name, self.runs[system.name])
             self.keep(self.comparison)
+
+    def _seed(self, number: int) -> int:
+        return self.opts.replay.seed + number
 
     def _searching(self, name: str) -> SearchOptions:
         bounds = self._bounds(name)
@@ -211,7 +215,9 @@ class Measurement:
 
     def _run(self, running: Running, rate_per_s: float, seed: int) -> Trial:
         opts = replace(self.opts.replay, urls=running.urls)
-        return trial.run(opts, rate_per_s, seed, front_pids=running.front_pids, gives_up=self.opts.gives_up, confirms=True)
+        run = trial.run(opts, rate_per_s, seed, front_pids=running.front_pids, gives_up=self.opts.gives_up, confirms=True)
+        running.check()
+        return run
 
 
 def in_order(chosen: Sequence[T], number: int) -> Sequence[T]:

@@ -13,8 +13,7 @@ from typing import Any
 from dynaserve.bench import compare_plots
 from dynaserve.bench.capacity import repetition_data, trial_data
 from dynaserve.bench.comparison import Comparison
-from dynaserve.errors import ConfigError
-from dynaserve.files import write_in_one_move
+from dynaserve.files import check_replaceable, write_in_one_move
 
 _COLUMNS = ("system", "capacity req/s", "least", "most", "ratio [95 %]", "goodput tok/s", "P99 TBT ms", "P99 TTFT ms", "cut", "front cores")
 _STYLE = "body{font:15px sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}td,th{padding:.3em .8em;text-align:right}\
@@ -24,11 +23,7 @@ th:first-child,td:first-child{text-align:left}tr:nth-child(even){background:#f3f
 def prepare(folder: Path) -> None:
     """Makes the folder. Raises ConfigError now, rather than after hours, if it cannot be written or nothing can draw."""
     compare_plots.check_installed()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        results_path(folder).open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
+    check_replaceable(results_path(folder))
 
 
 def results_path(folder: Path) -> Path:

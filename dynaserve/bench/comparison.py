@@ -29,8 +29,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Comparison:
-    """turns: by system, the baseline first, as many for each. side_by_side: a run of each at the baseline's capacity, if there was one.
-    saturation_per_s: what each does when all requests are sent at once, if that was measured."""
+    """turns: by system, the baseline first, in the order of their seeds. side_by_side: a run of each at the baseline's capacity, if there
+    was one. saturation_per_s: what each does when all requests are sent at once, if that was measured."""
 
     workload: str
     slo: Slo
@@ -46,12 +46,17 @@ class Comparison:
         return median_rate([turn.repetition for turn in self.turns[system]])
 
     def ratio(self, system: str) -> Ratio | None:
-        """To the baseline."""
-        return paired_ratio(self.rates(system), self.rates(next(iter(self.turns))))
+        """To the baseline, over the seeds that both have; None: there is none, or one of the two was not servable."""
+        own, base = self._rates_by_seed(system), self._rates_by_seed(next(iter(self.turns)))
+        both = own.keys() & base.keys()
+        return paired_ratio([own[seed] for seed in both], [base[seed] for seed in both]) if both else None
 
     def cut_share(self, system: str) -> float | None:
         shares = [turn.cut_share for turn in self.turns[system] if turn.cut_share is not None]
         return sum(shares) / len(shares) if shares else None
+
+    def _rates_by_seed(self, system: str) -> dict[int, float | None]:
+        return {turn.repetition.seed: turn.repetition.passed_per_s for turn in self.turns[system]}
 
     def best(self, system: str) -> Trial | None:
         """The sustained run at the highest rate."""

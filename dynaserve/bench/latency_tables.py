@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import math
-import zlib
 from pathlib import Path
 
 from dynaserve.errors import ConfigError
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline, StepSample, fit_roofline, prefill_pairs
+from workloads.trace import READ_ERRORS, open_text
 
 _ROUNDS = 3
 _MOST_DIGITS = 9
@@ -63,13 +62,13 @@ def samples(path: Path, model: str, system: str) -> list[StepSample]:
 def _rows(path: Path) -> list[tuple[str, dict[str, str]]]:
     """Each with its file and line."""
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        with open_text(path) as file:
             rows = csv.DictReader(file)
             columns = rows.fieldnames or ()
             if missing := [column for column in _COLUMNS if column not in columns]:
                 raise ConfigError(f"{path}: no column {', '.join(missing)}")
             table = [(f"{path}: line {rows.line_num}", row) for row in rows]
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+    except READ_ERRORS as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     for where, row in table:
         if None in row or None in row.values():

@@ -21,6 +21,7 @@ from dynaserve.bench.measures import summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.prompts import Prompts
 from dynaserve.errors import ConfigError
+from dynaserve.files import check_replaceable
 from workloads import arrivals, catalog
 from workloads.trace import TraceRequest, WorkloadError
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
 def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
     """Returns the exit status. Raises ConfigError for what is wrong before the first request is sent."""
     if opts.output is not None:
-        report.check_writable(opts.output)
+        check_replaceable(opts.output)
     requests = plan_requests(opts)
     prompts = Prompts(secrets.randbits(32) if opts.prompt_seed is None else opts.prompt_seed, opts.vocabulary)
     client.allow_many_connections()

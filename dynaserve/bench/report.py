@@ -21,7 +21,7 @@ from rich.text import Text
 from dynaserve.bench.client import Progress, Recording
 from dynaserve.bench.measures import Distribution, Slo, Summary
 from dynaserve.bench.records import RequestRecord
-from dynaserve.errors import ConfigError
+from dynaserve.files import write_in_one_move
 from dynaserve.machine import cpu_model
 
 RAW_FORMAT = 1
@@ -104,14 +104,6 @@ def _figures(summary: Summary, slo: Slo) -> Iterator[tuple[str, str]]:
     yield "attainment", f"{tokens} of token gaps, {summary.request_attainment:.2%} of requests ({slos})"
 
 
-def check_writable(path: Path) -> None:
-    """Raises ConfigError now rather than after the run."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-
-
 def write_raw(path: Path, run: Mapping[str, Any], recording: Recording, summary: Summary, problem: str | None) -> None:
     """run: how it came about. problem: why the summary must not be trusted, if so."""
     content = {
@@ -127,7 +119,7 @@ def write_raw(path: Path, run: Mapping[str, Any], recording: Recording, summary:
         "stolen_share": recording.stolen_share,
         "client_niceness": recording.niceness,
     }
-    path.write_bytes(msgspec.json.encode(content))
+    write_in_one_move(path, msgspec.json.encode(content))
 
 
 def _raw(record: RequestRecord) -> dict[str, Any]:

@@ -21,20 +21,12 @@ class Found:
     failed_per_s: float | None
 
 
-def highest_rate(
-    passes: Callable[[float], bool],
-    first: float,
-    resolution: float,
-    least: float,
-    most: float,
-    step: float = FACTOR,
-    promising: Callable[[float], float] = lambda failed: failed,
-) -> Found:
-    """`steps`, where whoever asks can wait. promising: of the rate that failed last, what its failure tells."""
-    search = steps(first, resolution, least, most, step)
+def highest_rate(passes: Callable[[float], bool], first: float, resolution: float, least: float, most: float) -> Found:
+    """`steps`, where whoever asks can wait, and a failure tells nothing more."""
+    search = steps(first, resolution, least, most)
     rate = next(search)
     while True:
-        told = None if passes(rate) else promising(rate)
+        told = None if passes(rate) else rate
         try:
             rate = search.send(told)
         except StopIteration as end:

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from dynaserve import latency_profile
 from dynaserve.bench import expected_lengths, latency_tables, options, replay, report, search, simulate_options, simulated, simulated_policy
-from dynaserve.bench.capacity import drawn_options, search_options
+from dynaserve.bench.capacity import BAD_INPUT, INTERRUPTED, drawn_options, search_options
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.simulated import ModelSize, SimulatedSummary
 from dynaserve.errors import ConfigError
+from dynaserve.files import check_replaceable, write_in_one_move
 from dynaserve.global_scheduler import Options, Policy
 from dynaserve.request_placer import step_share
 from dynaserve.simulation import Batching, EngineOptions, SimulatedRequest, SimulationOptions, SimulationResult, simulate
@@ -59,8 +60,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         status = run(arguments)
     except ConfigError as error:
-        print(f"dynaserve simulate: {error}", file=sys.stderr)
-        status = 2
+        status = _say(str(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        status = _say("interrupted, nothing is reported", INTERRUPTED)
     raise SystemExit(status)
 
 
@@ -69,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     args = simulate_options.parse(arguments)
     fleet = _fleet(args)
     if args.output is not None:
-        report.check_writable(args.output)
+        check_replaceable(args.output)
     found = _capacity(args, fleet) if args.capacity else None
     started_s = time.perf_counter()
     summary = None
@@ -78,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
         _print(summary, time.perf_counter() - started_s)
     if args.output is not None:
         content = {"command": report.command_line(arguments, "simulate"), "capacities_per_s": found, "summary": summary}
-        args.output.write_bytes(msgspec.json.encode(content))
+        write_in_one_move(args.output, msgspec.json.encode(content))
     if found is not None:
         rates = [rate or 0.0 for rate in found]
         Console(highlight=False).print(f"capacity {float(np.median(rates)):.4g} requests/s (least {min(rates):.4g}, most {max(rates):.4g})")
@@ -217,3 +219,8 @@ def _print(summary: SimulatedSummary, took_s: float) -> None:
             shown = f"{value:.4g}"
         console.print(f"{name:24s} {shown}", markup=False, soft_wrap=True)
     console.print(f"{'simulated in':24s} {took_s:.2f} s", markup=False)
+
+
+def _say(sentence: str, status: int) -> int:
+    print(f"dynaserve simulate: {sentence}", file=sys.stderr)
+    return status

@@ -84,7 +84,7 @@ def _add_fleet(group: Any) -> None:
     group.add_argument("--policy", default="round-robin", help="see below (default: round-robin)")
     group.add_argument("--batching", choices=("vllm", "slo"), default="vllm", help="(default: vllm)")
     group.add_argument("--chunk", type=options.whole(1), default=2048, metavar="N", help="most tokens of a step (default: 2048)")
-    group.add_argument("--min-prefill-tokens", type=options.whole(0), default=16, metavar="N", help="of a late step (default: 16)")
+    group.add_argument("--min-prefill-tokens", type=options.whole(1), default=16, metavar="N", help="of a late step (default: 16)")
     group.add_argument("--max-running", type=options.whole(1), default=256, metavar="N", help="requests at a time (default: 256)")
     group.add_argument("--kv-tokens", type=options.whole(1), default=219168, metavar="N", help="KV cache (default: 219168)")
     group.add_argument("--hand-off-ms", type=options.positive, default=2.0, metavar="MS", help="(default: 2)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import tempfile
@@ -11,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
+from dynaserve import direct_http
 from dynaserve.bench.endpoint import base_urls
 from dynaserve.errors import ConfigError
 from dynaserve.local.children import Child, start_child, stop_children
@@ -26,10 +27,12 @@ _CUTS = re.compile(r'^dynaserve_requests_total\{cut="(yes|no)".*\} (\S+)$', re.M
 @dataclass(frozen=True)
 class Running:
     """A system during its turn. urls: requests go to each in turn. front_pids: the processes in front of its servers, where they are
-    known: their CPU time is told beside the system's figures."""
+    known: their CPU time is told beside the system's figures. check: called after each run; raises DynaServeError if the run was not one
+    of the whole system."""
 
     urls: Sequence[str]
     front_pids: Sequence[int] = ()
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ def from_toml(path: Path) -> list[System]:
     return [_system(path, table) for table in tables]
 
 
-def _system(path: Path, table: dict[str, Any]) -> System:
+def _system(path: Path, table: object) -> System:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: system has {table!r}, which is no table [[system]]")
     kinds: dict[str, type | tuple[type, ...]] = {
         "name": str,
         "url": str,
@@ -91,15 +96,31 @@ def _system(path: Path, table: dict[str, Any]) -> System:
     for key, value in table.items():
         if key not in kinds:
             raise ConfigError(f"{path}: system key {key!r} is unknown; there is {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]):
+        if not isinstance(value, kinds[key]) or isinstance(value, bool):
             raise ConfigError(f"{path}: system key {key} is {value!r}")
     urls = [table["url"]] if "url" in table else table.get("urls", [])
     if missing := [key for key, value in (("name", table.get("name")), ("url", urls)) if not value]:
         raise ConfigError(f"{path}: a system has no {', '.join(missing)}")
     if "url" in table and "urls" in table:
         raise ConfigError(f"{path}: system {table['name']} has url and urls: it needs one of them")
-    commands = [shlex.split(str(line)) for line in table.get("commands", [])]
-    return System(table["name"], base_urls(map(str, urls)), commands, float(table.get("start_timeout_s", System.start_timeout_s)))
+    start_timeout_s = table.get("start_timeout_s", System.start_timeout_s)
+    if not 0 < start_timeout_s < math.inf:
+        raise ConfigError(f"{path}: system key start_timeout_s is {start_timeout_s!r}, not a number above 0")
+    commands = [_command(path, line) for line in table.get("commands", [])]
+    try:
+        return System(table["name"], base_urls(map(str, urls)), commands, float(start_timeout_s))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: system {table['name']}: {error}") from error
+
+
+def _command(path: Path, line: object) -> list[str]:
+    try:
+        words = shlex.split(line) if isinstance(line, str) else []
+    except ValueError as error:
+        raise ConfigError(f"{path}: system key commands has {line!r}, which is no command line: {error}") from error
+    if not words:
+        raise ConfigError(f"{path}: system key commands has {line!r}, which is no command line")
+    return words
 
 
 @contextmanager
@@ -150,7 +171,7 @@ def cut_counts(urls: Sequence[str]) -> CutCounts | None:
 
 def _cut_counts(url: str) -> CutCounts | None:
     try:
-        response = httpx.get(f"{url}/metrics", timeout=10)
+        response = direct_http.get(f"{url}/metrics", timeout_s=10.0)
     except httpx.HTTPError:
         return None
     return None if response.is_error else counts_in(response.text)
@@ -166,6 +187,6 @@ def counts_in(metrics: str) -> CutCounts | None:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/v1/models", timeout=5).is_success
+        return direct_http.get(f"{url}/v1/models", timeout_s=5.0).is_success
     except httpx.HTTPError:
         return False

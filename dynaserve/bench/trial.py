@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
 from dynaserve.bench import replay
-from dynaserve.bench.client import IsLost, Progress, Recording
+from dynaserve.bench.client import IsLost, Recording
 from dynaserve.bench.endpoint import Endpoint
 from dynaserve.bench.measures import Summary, summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
@@ -51,17 +51,17 @@ def run(
     opts: ReplayOptions,
     rate_per_s: float,
     seed: int,
-    show: Callable[[Progress], None] = lambda _: None,
     *,
     front_pids: Sequence[int] = (),
     gives_up: bool = False,
     confirms: bool = False,
+    attempts: int = ATTEMPTS,
 ) -> Trial:
     """Replays at that rate. The same seed has the same requests in the same order, at any rate, of other tokens each time.
 
     gives_up: nothing more is sent once P99 TBT is over its SLO whatever comes; whether the rate was sustained is the same.
     confirms: where the errors of a run leave open whether its rate is sustained, one with other requests follows, and both together
-    decide. A run in which the client itself was late is repeated, up to ATTEMPTS in all; then NotTrusted is raised.
+    decide. attempts: how often a run in which the client was late is tried in all; then NotTrusted is raised.
     """
     opts = replace(opts, rate_per_s=rate_per_s)
     seeds = (seed, seed + _SECOND_SEED) if confirms else (seed,)
@@ -69,7 +69,7 @@ def run(
     gaps = sum(request.output_tokens - 1 for requests in plans for request in requests)
     cause, done = LostCause(gaps, opts.slo), list[_Done]()
     for requests in plans:
-        done.append(_trusted(opts, requests, show, cause if gives_up else None, front_pids))
+        done.append(_trusted(opts, requests, cause if gives_up else None, front_pids, attempts))
         late = sum(gap > opts.slo.tbt_ms for one in done for record in one.records for gap in record.gaps_ms)
         cause = LostCause(gaps, opts.slo, late)
         verdict = judged([one.records for one in done], opts.slo)
@@ -109,31 +109,27 @@ class _Done:
 def _trusted(
     opts: ReplayOptions,
     requests: Sequence[TraceRequest],
-    show: Callable[[Progress], None],
     cause: LostCause | None,
     front_pids: Sequence[int],
+    attempts: int,
 ) -> _Done:
     """cause: by which the run is given up; None: it is not."""
-    for attempt in range(ATTEMPTS):
+    for _ in range(attempts):
         cpu = CpuTime(front_pids)
-        servers, recording, summary = _measured(opts, requests, show, copy(cause).is_lost if cause else lambda _: False)
+        servers, recording, summary = _measured(opts, requests, copy(cause).is_lost if cause else lambda _: False)
         front_cores = cpu.spent_s() / summary.duration_s if front_pids else None
         problem = why_late(summary, opts.max_client_lag_ms)
         if problem is None:
             return _Done(servers[0].model, summary, recording.records, front_cores)
-        if attempt + 1 == ATTEMPTS:
-            raise NotTrusted(f"{ATTEMPTS} times in a row at {opts.rate_per_s:.3g} requests/s {problem}")
-    raise AssertionError
+    often = f"{attempts} times in a row " if attempts > 1 else ""
+    raise NotTrusted(f"{often}at {opts.rate_per_s:.3g} requests/s {problem}")
 
 
 def _measured(
-    opts: ReplayOptions,
-    requests: Sequence[TraceRequest],
-    show: Callable[[Progress], None] = lambda _: None,
-    is_lost: IsLost = lambda _: False,
+    opts: ReplayOptions, requests: Sequence[TraceRequest], is_lost: IsLost = lambda _: False
 ) -> tuple[Sequence[Endpoint], Recording, Summary]:
     prompts = Prompts(secrets.randbits(32), opts.vocabulary)
-    servers, recording = asyncio.run(replay.measure(opts, requests, prompts, show, is_lost))
+    servers, recording = asyncio.run(replay.measure(opts, requests, prompts, lambda _: None, is_lost))
     if problem := why_not_exact(recording.records):
         raise NotTrusted(problem)
     return servers, recording, summarize(recording.records, recording.loop_lags_ms, opts.slo)

@@ -20,6 +20,7 @@ from dynaserve import direct_http
 from dynaserve.environment import NO_BUSY_WAIT
 from dynaserve.errors import DynaServeError
 from dynaserve.local.children import Child, start_child, stop_children
+from dynaserve.metrics_page import total
 
 HOST = "127.0.0.1"
 POLL_INTERVAL_S = 0.5
@@ -127,6 +128,13 @@ class LocalFleet:
         """Raises FleetFailed, with the log's end, if a process has ended."""
         for name in self.children:
             self._check_alive(name)
+
+    def deaths(self) -> float:
+        """How often the front-end has declared an instance dead; 0 without a front-end."""
+        if "frontend" not in self.children:
+            return 0.0
+        page = direct_http.get(f"{self.frontend_url}/metrics", timeout_s=60).raise_for_status().text
+        return total(page, "dynaserve_instance_deaths_total")
 
     def instance_command(self, index: int) -> list[str]:
         plugin = [] if self.plugin is None else ["--plugin", self.plugin]

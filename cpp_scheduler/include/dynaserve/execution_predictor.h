@@ -68,12 +68,6 @@ struct InstanceLimits {
 // kv_tokens are at least 1, min_prefill_tokens is not negative and step_ms is above 0.
 void Validate(const InstanceLimits& limits);
 
-// Which waiting request is looked at first; among equals, the one that was added first.
-enum class AdmissionOrder {
-  kArrival,          // betas that resume, other betas, and then first come, first served
-  kShortestPrefill,  // least prefill left
-};
-
 // Times are absolute milliseconds; infinity: did not happen within the prediction.
 struct Forecast {
   double start_ms = std::numeric_limits<double>::infinity();  // of its first step
@@ -97,8 +91,7 @@ class ExecutionPredictor {
  public:
   // table must outlive the predictor; it may learn meanwhile, but not be restored.  Throws
   // std::invalid_argument as Validate() does.
-  ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits,
-                     AdmissionOrder order = AdmissionOrder::kArrival);
+  ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits);
 
   // What would become of `newcomer` (whose key does not matter) if it were added now, as far as
   // `horizon`.
@@ -129,7 +122,9 @@ class ExecutionPredictor {
   std::optional<Forecast> PredictRest(std::uint64_t key, double now_ms);
 
   // Gives the request of that key other work, in its place: what it has computed, and what is left
-  // (at least one token).  False: it is not there, or decodes already.  Throws as Predict().
+  // (at least one token).  A beta that was predicted to have begun, and is ready later, waits
+  // again. False: it is not there, or decodes already and is to compute prefill.  Throws as
+  // Predict().
   bool Change(const VirtualRequest& changed, double now_ms);
 
   // What would become of it then; nullopt where Change() would return false.
@@ -263,6 +258,7 @@ class ExecutionPredictor {
   static void BeginDecode(State& state, const VirtualRequest& request, double start_ms,
                           double prefill_end_ms);
   std::optional<Forecast> ChangeIn(State& state, const VirtualRequest& changed) const;
+  static void EraseDecode(State& state, std::vector<Decode>::iterator decode);
   void End(std::uint64_t key, const Forecast& forecast, std::vector<Ended>* ended);
   Gathered Gather(State& state);
   // One step, or a stretch of them that ends no later than the first step at or after `until_ms`.
@@ -283,7 +279,6 @@ class ExecutionPredictor {
   // Constant after construction.
   const ProfileTable* table_;
   const InstanceLimits limits_;
-  const AdmissionOrder order_;
 
   double cost_scale_ = 1.0;
   State base_;  // what is, or was predicted from what was last known

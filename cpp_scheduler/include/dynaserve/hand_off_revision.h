@@ -49,8 +49,7 @@ struct RevisionOptions {
   double least_gain_share = 0.1;  // and this share of what is left until the first token
 };
 
-// nullopt: the cut stays, or cannot be changed any more: alpha is predicted to have computed it, or
-// beta to have begun.
+// nullopt: the cut stays, or cannot be changed any more: alpha is predicted to have computed it.
 std::optional<Revision> ReviseHandOff(SplitSearch& search, const PendingHandOff& pending,
                                       const SearchRequest& request, const SearchOptions& options,
                                       const RevisionOptions& revision, double now_ms);

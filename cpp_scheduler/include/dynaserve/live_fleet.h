@@ -83,9 +83,10 @@ class LiveFleet {
   std::optional<double> PredictHandOffMs(const std::string& request_id, double now_ms);
 
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
-  // there are ignored.  An alpha beyond its cut was not handed off: its instance has all of it now.
-  // The instance is between two steps now.  What has not begun waits, in the order of `progress`,
-  // before what comes later; of betas, which may wait for their KV, this says nothing.
+  // there are ignored.  An alpha beyond its cut stops with its step; a beta whose alpha is not
+  // there yet has not begun, whatever was predicted.  The instance is between two steps now.  What
+  // has not begun waits, in the order of `progress`, before what comes later; of betas, which may
+  // wait for their KV, this says nothing.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
   // Replaces what others have on the instance.  One that is past its end has nothing more to run,
@@ -114,7 +115,6 @@ class LiveFleet {
 
   // 1 for unknown instances.
   double CostScale(const InstanceId& instance_id) const;
-  const FleetPlan& plan() const { return plan_; }
 
   // Throws std::logic_error if promised memory is not the sum of what requests were promised.
   void CheckInvariants() const;
@@ -173,6 +173,9 @@ class LiveFleet {
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
   void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);
+  double ReadyMs(const Forecast& alpha, std::int64_t tokens, double now_ms) const;
+  void HoldBeta(const Entry& entry, double now_ms);
+  static VirtualRequest BetaOf(const Entry& entry);  // as it is when it begins
   void Put(const InstanceId& instance_id, const VirtualRequest& request, double now_ms);
   void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
                  const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
@@ -207,6 +210,7 @@ class LiveFleet {
   std::vector<VirtualRequest> running_;
   std::vector<VirtualRequest> waiting_;
   std::vector<VirtualRequest> sent_back_;
+  std::vector<const Entry*> under_way_;
 };
 
 }  // namespace dynaserve

@@ -7,8 +7,9 @@
 // second shared factor is what the last few steps had in common, which is forgotten as fast.
 // Between bins the prediction is linear, beyond the last one it grows as the roofline does.
 //
-// The prediction never falls when any argument grows, whatever was measured: where bins contradict
-// that, it is read from the mean of the lowest monotonic grid above them and the highest below.
+// The prediction never falls when any argument grows, whatever was measured (a decode more whose
+// context is below the others' lowers their mean, and may lower it): where bins contradict that, it
+// is read from the mean of the lowest monotonic grid above them and the highest below.
 //
 // Not thread-safe.  No clock: the caller measures.
 #pragma once

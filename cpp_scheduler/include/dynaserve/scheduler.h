@@ -39,9 +39,9 @@ class Scheduler {
   // Chooses the instances and the cut (see placement.h and live_fleet.h), and reserves the tokens
   // of both micro-requests.  To place a request again, Finish() it first. nullopt: no instance
   // accepts new work; nothing is reserved. Throws std::invalid_argument, and reserves nothing, if
-  // the request id is already placed, a token count is negative or above 2^40, or forced_split is
-  // outside [0, prompt_tokens + max_output_tokens]. now_ms: of any clock that never goes back; read
-  // by policies that predict, here and below.
+  // the request id is already placed, a token count is negative or above 2^40, an SLO is not above
+  // 0, or forced_split is outside [0, prompt_tokens + max_output_tokens]. now_ms: of any clock that
+  // never goes back; read by policies that predict, here and below.
   std::optional<Placement> Place(const RequestSpec& request, double now_ms = 0.0);
 
   // Releases what Place() reserved.  Unknown ids are ignored: a retry may finish twice.
@@ -61,7 +61,8 @@ class Scheduler {
   std::optional<double> PredictHandOffMs(const std::string& request_id, double now_ms);
 
   // Actual progress on an instance replaces the predicted; nothing happens under policies that do
-  // not predict.
+  // not predict.  Throws std::invalid_argument, and changes nothing, for a token count that is
+  // negative or above 2^40.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
   // All that other front-ends have on the instance now: it counts as reserved, and is on the
@@ -76,6 +77,7 @@ class Scheduler {
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // The caller has moved a request's hand-off, or lifted it (nullopt); it is not revised any more.
+  // Throws std::invalid_argument unless split_token is in [1, 2^40].
   void Recut(const std::string& request_id, std::optional<std::int64_t> split_token, double now_ms);
 
   // The alpha of a request stands at its hand-off point.
@@ -94,8 +96,9 @@ class Scheduler {
   // Latency of the instance's steps over the table's, as they were observed; 1 if none was.
   double CostScale(const InstanceId& instance_id) const;
 
-  // Tokens of the unfinished micro-requests on the instance, also on one that was removed, and of
-  // those of others that it told of; 0 for unknown ids.
+  // Tokens of the unfinished micro-requests on the instance as they were placed (what was computed,
+  // handed off, moved or lifted since changes nothing), also on one that was removed, and what is
+  // left of those of others that it told of; 0 for unknown ids.
   std::int64_t ReservedTokens(const InstanceId& instance_id) const;
 
   // Throws std::logic_error if a reservation is negative, orphaned or counted twice.

@@ -114,7 +114,6 @@ class SimulatedInstance {
 
   bool stepping() const { return stepping_; }
   bool idle() const { return running_.empty() && waiting_.empty(); }
-  std::int64_t kv_tokens() const { return kv_used_; }
   const std::vector<SimulatedSequence>& running() const { return running_; }
   const std::deque<SimulatedSequence>& waiting() const { return waiting_; }
   const BatchShape& shape() const { return shape_; }  // of the step under way, or the last one

@@ -102,13 +102,17 @@ class SplitSearch {
   // What the last Find() predicted exactly, in that order.
   std::span<const Tried> tried() const { return tried_; }
 
-  // When beta has the KV of alpha's tokens.  It leaves step by step: that of the last step, once it
-  // is over, which of a prompt in one step is all.
+  // When beta has the KV of so many tokens of alpha.  It leaves step by step: that of the last
+  // step, once it is over, which of a prompt in one step is all.
+  static double KvThereMs(double start_ms, double end_ms, double tokens, double last_tokens,
+                          double kv_token_ms) {
+    return std::max(start_ms + kv_token_ms * tokens, end_ms + kv_token_ms * last_tokens);
+  }
   static double KvThereMs(const Forecast& alpha, std::int64_t tokens, double kv_token_ms) {
     const bool in_answer = alpha.end_ms > alpha.prefill_end_ms;
     const std::int64_t last = in_answer ? 1 : alpha.last_prefill_tokens;
-    return std::max(alpha.start_ms + kv_token_ms * static_cast<double>(tokens),
-                    alpha.end_ms + kv_token_ms * static_cast<double>(last));
+    return KvThereMs(alpha.start_ms, alpha.end_ms, static_cast<double>(tokens),
+                     static_cast<double>(last), kv_token_ms);
   }
 
   // Exact predictions of one candidate: Find() decides by them, and the oracle of the tests tries
