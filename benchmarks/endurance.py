@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> tuple[Mapping[str, Sequence[tuple[float, He
         finally:
             watch.over.set()
         watching.result()
-        return watch.samples, failures, fleet.deaths()
+        return watch.samples, failures, fleet.health().deaths
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -92,12 +92,14 @@ class Admission:
     def is_waiting(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def why_not(self, prompt_tokens: int, ttft_slo_ms: float, now_s: float) -> Refusal | None:
-        """Of a request that comes now. ttft_slo_ms: infinite for one that is served as best it goes."""
+    def why_not(self, prompt_tokens: int, ttft_slo_ms: float, now_s: float, sequences: int = 1) -> Refusal | None:
+        """Of a request that comes now, for so many answers, each of which counts. ttft_slo_ms: infinite for one that is served as best it
+        goes."""
         self._look(now_s)
         rate = self._rate.tokens_per_s
-        if self.waiting >= self.most_waiting:
-            return Refusal("queue", f"{self.waiting} requests wait for their first token, and at most {self.most_waiting:g} may")
+        if self.waiting + sequences > self.most_waiting:
+            more = "" if sequences == 1 else f", {sequences} more would"
+            return Refusal("queue", f"{self.waiting} requests wait for their first token{more}, and at most {self.most_waiting:g} may")
         if rate is None or not self._waiting:
             return None
         wait_s = (self._waiting_tokens + prompt_tokens) / rate

@@ -1,4 +1,4 @@
-"""The latency table of a fleet that was given none, learnt from the steps that its instances report.
+"""The latency table of a fleet, learnt from the steps that its instances report: from nothing, or from one that was measured before.
 
 One table for all: what an instance's steps cost beside it is the scheduler's to learn.
 """
@@ -6,7 +6,7 @@ One table for all: what an instance's steps cost beside it is the scheduler's to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from dynaserve.live_profile import WARM_UP_STEPS, LiveProfile
 from dynaserve.step_latency import BatchShape, ProfileTable
@@ -23,13 +23,17 @@ LEAST_UNTOLD_MS = 10_000.0
 
 @dataclass
 class FleetProfile:
-    """steps: observed so far."""
+    """table: where it begins; None: with nothing. steps: observed so far."""
 
-    steps: int = 0
-    _with_prefill: int = 0
-    _profile: LiveProfile = field(default_factory=LiveProfile)
-    _next_told: int = FIRST_STEPS
-    _told_ms: float = -math.inf
+    table: InitVar[ProfileTable | None] = None
+    steps: int = field(default=0, init=False)
+    _with_prefill: int = field(default=0, init=False)
+    _profile: LiveProfile = field(init=False)
+    _next_told: int = field(default=FIRST_STEPS, init=False)
+    _told_ms: float = field(default=-math.inf, init=False)
+
+    def __post_init__(self, table: ProfileTable | None) -> None:
+        self._profile = LiveProfile(table)
 
     def observe(self, shape: BatchShape, measured_ms: float, now_ms: float) -> ProfileTable | None:
         """The table, when experience has doubled since it was told; else None. Raises ValueError as `LiveProfile.observe`."""

@@ -137,16 +137,6 @@ class FleetLiveness:
         seen = self._observed.get(instance_id)
         return Health.DEAD if seen is None else seen.health
 
-    def epoch(self, instance_id: str) -> int:
-        """0: it never joined."""
-        seen = self._observed.get(instance_id)
-        return 0 if seen is None else seen.epoch
-
-    def pulse(self, instance_id: str) -> Pulse | None:
-        """The newest of the engine core, for people who look."""
-        seen = self._observed.get(instance_id)
-        return None if seen is None else seen.pulse
-
     def _change(self, instance_id: str, seen: _Observed, health: Health, reason: str) -> Changed:
         seen.health = health
         return Changed(instance_id, health, seen.epoch, reason)

@@ -368,7 +368,7 @@ class RequestFlow:
             return []
         assert self.placement.beta is not None
         self.record.moves += 1
-        self.hand_off_at = hand_off_at
+        self.hand_off_at = self.record.split_token = hand_off_at
         return [
             SendMove(Side.ALPHA, self.placement.alpha.instance_id, hand_off_at),
             SendMove(Side.BETA, self.placement.beta.instance_id, hand_off_at),

@@ -106,7 +106,7 @@ class RequestPlacer:
     that has not told.
 
     predicts: whether the policy works with expected lengths; otherwise a request counts with its max_tokens. profile: learns the
-    latency table, where the scheduler was given none.
+    latency table on.
     """
 
     scheduler: GlobalScheduler

@@ -182,21 +182,20 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 def make_placer(policy: Options, profile: Path | None, history: Path | None, tbt_slo_ms: float, ttft_slo_ms: float) -> RequestPlacer:
-    """Raises ConfigError where a file cannot be read. A new history may be missing; a profile is learnt where the policy needs one."""
+    """Raises ConfigError where a file cannot be read. A new history may be missing. Where the policy needs a profile, it is learnt,
+    beginning with the one that is given: that may be of another day."""
     lengths = length_predictor.load(history) if history is not None and history.exists() else LengthPredictor()
     if not predicts(policy.policy):
         return RequestPlacer(GlobalScheduler(policy), lengths, tbt_slo_ms=tbt_slo_ms, ttft_slo_ms=ttft_slo_ms)
-    if profile is None:
-        scheduler, learnt = GlobalScheduler(policy), FleetProfile()
-        return RequestPlacer(scheduler, lengths, predicts=True, tbt_slo_ms=tbt_slo_ms, ttft_slo_ms=ttft_slo_ms, profile=learnt)
-    table = latency_profile.load(profile)
+    table = None if profile is None else latency_profile.load(profile)
     return RequestPlacer(
         GlobalScheduler(policy, table),
         lengths,
         predicts=True,
         tbt_slo_ms=tbt_slo_ms,
         ttft_slo_ms=ttft_slo_ms,
-        step_share=step_share(table.sigma),
+        step_share=1.0 if table is None else step_share(table.sigma),
+        profile=FleetProfile(table),
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import msgspec
 from dynaserve.errors import ConfigError
 from dynaserve.messages import MeasuredStep, PromptProgress
 from dynaserve.token_deadlines import TokenCounts
+
+logger = logging.getLogger("vllm.dynaserve.batching")
 
 REPORT_INTERVAL_S = 0.25
 UNPROFILED = "unprofiled"
@@ -78,27 +82,42 @@ _COLUMNS = (
 
 
 class StepLog:
-    """One line of CSV for each step. Raises ConfigError if the file cannot be written."""
+    """One line of CSV for each step. Raises ConfigError if the file cannot be written; where its disk is full later, it ends."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = path.open("w", encoding="utf-8", newline="")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        self._ended = False
         self._writer = csv.writer(self._file)
         self._writer.writerow(_COLUMNS)
 
     def add(self, step: StepReport) -> None:
+        if self._ended:
+            return
         measured = [getattr(step.measured, name) for name in MeasuredStep.__struct_fields__]
-        self._writer.writerow(
-            [f"{step.at_s:.6f}", *measured, step.predicted_ms, step.limit_ms, step.budget_tokens, step.reason, int(step.late)]
-        )
+        row = [f"{step.at_s:.6f}", *measured, step.predicted_ms, step.limit_ms, step.budget_tokens, step.reason, int(step.late)]
+        with self._ending_where_it_fails():
+            self._writer.writerow(row)
 
     def flush(self) -> None:
-        self._file.flush()
+        if not self._ended:
+            with self._ending_where_it_fails():
+                self._file.flush()
+
+    @contextmanager
+    def _ending_where_it_fails(self) -> Iterator[None]:
+        """An engine goes on without its log."""
+        try:
+            yield
+        except OSError as error:
+            self._ended = True
+            logger.warning("the step log %s ends: %s", self._file.name, error)
 
     def close(self) -> None:
-        self._file.close()
+        with self._ending_where_it_fails():
+            self._file.close()
 
 
 def read_log(path: Path) -> Iterator[StepReport]:

@@ -76,6 +76,9 @@ def test_the_queue_is_bounded() -> None:
     assert refusal.reason == "2 requests wait for their first token, and at most 2 may"
     admission.left("a", 1.0)
     assert admission.why_not(10, math.inf, 1.0) is None
+    several = admission.why_not(10, math.inf, 1.0, sequences=2)
+    assert several is not None
+    assert several.reason == "1 requests wait for their first token, 2 more would, and at most 2 may"
 
 
 def test_a_first_token_that_would_come_too_late_is_refused() -> None:

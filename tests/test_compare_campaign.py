@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.checkout import commit
 from benchmarks.compare import __main__ as command
-from benchmarks.compare import table
+from benchmarks.compare import candidates, table
 from benchmarks.compare.aims import judged
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import CANDIDATES, Site
@@ -21,7 +21,7 @@ from benchmarks.compare.outcome import Compared, Outcome
 from dynaserve.bench.systems import Running, System
 from dynaserve.errors import ConfigError
 from dynaserve.files import only_writer
-from dynaserve.local.fleet import FleetFailed
+from dynaserve.local.fleet import FleetFailed, LocalFleet, health_in
 from tests.completion_server import Act, running_server
 
 
@@ -358,6 +358,33 @@ def test_nothing_is_measured_by_latencies_that_could_not_be_learnt(tmp_path: Pat
     with pytest.raises(FleetFailed, match="an instance was taught, and has not left"):
         campaign.learn(site)
     assert not site.profile.exists()
+
+
+HEALTH = """\
+dynaserve_instance_deaths_total{instance="a"} 0.0
+dynaserve_instance_deaths_total{instance="b"} DEATHS.0
+dynaserve_instance_health{instance="a",health="up"} 1.0
+dynaserve_instance_health{instance="a",health="dead"} 0.0
+dynaserve_instance_health{instance="b",health="dead"} DEAD.0
+"""
+
+
+def test_a_fleet_is_whole_only_where_no_instance_is_or_was_dead_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Site(tmp_path / "model", tmp_path / "profile.json").fleet(CANDIDATES["dynamic"], 100.0, tmp_path / "logs")
+    told = [(0, 0), (1, 0), (1, 0), (1, 1), (1, 0)]
+    monkeypatch.setattr(LocalFleet, "health", lambda _: health_in(page(*told.pop(0))))
+
+    def page(deaths: int, dead: int) -> str:
+        return HEALTH.replace("DEATHS", str(deaths)).replace("DEAD", str(dead))
+
+    check = candidates._whole_fleet(fleet)
+    check()
+    with pytest.raises(FleetFailed, match="declared dead 1 times during a run, and 0 are so now"):
+        check()
+    check()
+    with pytest.raises(FleetFailed, match="declared dead 0 times during a run, and 1 are so now"):
+        check()
+    check()
 
 
 def test_a_run_of_a_fleet_that_lost_an_instance_is_no_figure(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:

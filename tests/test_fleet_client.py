@@ -26,7 +26,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve import frontend_metrics
 from dynaserve.admission import Admission
-from dynaserve.errors import ConfigError, NoInstance, Overloaded
+from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
 from dynaserve.kv_transfer.transport import WorkerEndpoint
@@ -248,10 +248,10 @@ def test_a_full_fleet_refuses_before_a_request_costs_anything() -> None:
     async def scenario(fleet: Fleet) -> None:
         name = await fleet.start("r")
         with pytest.raises(Overloaded, match="1 requests wait for their first token, and at most 1 may"):
-            fleet.client.admit(10, {}, 20)
+            fleet.client.admit(10, SamplingParams(), 20)
         await fleet.sample(name, fleet.runs(name, "r")[0].request_id, [7])
         await fleet.output()
-        fleet.client.admit(10, {}, 20)
+        fleet.client.admit(10, SamplingParams(), 20)
 
     run(scenario, most_waiting=1)
 
@@ -323,6 +323,41 @@ def test_a_request_that_has_lost_too_many_instances_is_not_given_to_another(monk
         await until(lambda: bool(told))
         assert told == [("r", 500)]
         assert not fleet.runs(second, "r")
+
+    run(scenario)
+
+
+def test_an_instance_that_is_taken_out_ends_no_transfers_of_other_front_ends() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first, second = NAMES
+        await fleet.client.remove_instance(first)
+        await until(lambda: first not in fleet.client.instances)
+        await until(lambda: any(isinstance(message, Bye) for message in fleet.gateways[first].heard))
+        await fleet.start("r")
+        assert not any(isinstance(message, SenderLost) for message in fleet.gateways[second].heard)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(min_p=0.1), SamplingParams(logit_bias={5: 1.0})])
+def test_what_an_engine_that_speculates_would_leave_out_is_refused(params: SamplingParams) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.client.admit(10, params, 20)
+        for name, instance in fleet.client.instances.items():
+            described = msgspec.structs.replace(instance.description, cut_obstacle=requests.SPECULATION)
+            fleet.client.instances[name] = replace(instance, description=described)
+        with pytest.raises(BadRequest, match=r"^min_p and logit_bias are not supported with speculative decoding"):
+            fleet.client.admit(10, params, 20)
+        fleet.client.admit(10, SamplingParams(), 20)
+
+    run(scenario)
+
+
+def test_the_name_of_a_class_is_bounded() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.client.admit(10, SamplingParams(extra_args={"dynaserve_class": "c" * 256}), 20)
+        with pytest.raises(BadRequest, match=r"^dynaserve_class has 257 characters, more than 256$"):
+            fleet.client.admit(10, SamplingParams(extra_args={"dynaserve_class": "c" * 257}), 20)
 
     run(scenario)
 
@@ -439,7 +474,7 @@ def test_a_front_end_that_is_told_to_stop_lets_its_requests_finish_and_takes_no_
         stopping = asyncio.create_task(asyncio.to_thread(fleet.client.shutdown, timeout=60.0))
         await until(lambda: fleet.client.why_unavailable(time.monotonic()) is not None)
         with pytest.raises(NoInstance, match="shutting down"):
-            fleet.client.admit(10, {}, 20)
+            fleet.client.admit(10, SamplingParams(), 20)
         assert not any(isinstance(message, Bye) for message in fleet.gateways[name].heard)
         await fleet.sample(name, wire_id, [7], FinishReason.LENGTH)
         assert (await fleet.output()).finish_reason == FinishReason.LENGTH

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from dynaserve.fleet_profile import FIRST_STEPS, LEAST_OF_A_KIND, LEAST_UNTOLD_MS, MOST_UNTOLD, FleetProfile
-from dynaserve.step_latency import BatchShape, Roofline
+from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 
 MACHINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=16.0, pair_ms=1e-6, decode_ms=0.3, context_ms=5e-4)
 DECODES = BatchShape(decodes=4, decode_context_tokens=1000)
@@ -26,6 +26,14 @@ def test_the_first_table_is_that_of_all_steps_so_far() -> None:
     assert table is not None
     unseen = BatchShape(prefill_tokens=333, prefill_pairs=333 * 300.0, decodes=3, decode_context_tokens=700)
     assert table.step_ms(unseen) == pytest.approx(MACHINE.step_ms(unseen), rel=0.1)
+
+
+def test_a_table_of_another_day_is_corrected() -> None:
+    old = ProfileTable(MACHINE)
+    profile = FleetProfile(old)
+    told = [profile.observe(mixed(number), 1.5 * MACHINE.step_ms(mixed(number)), 50.0 * number) for number in range(4 * FIRST_STEPS)]
+    *_, table = [table for table in told if table is not None]
+    assert table.step_ms(mixed(5)) == pytest.approx(1.5 * MACHINE.step_ms(mixed(5)), rel=0.1)
 
 
 @pytest.mark.parametrize("shape", [DECODES, BatchShape(prefill_tokens=300, prefill_pairs=45_000.0)])

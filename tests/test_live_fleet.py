@@ -561,10 +561,13 @@ def test_an_alpha_beyond_its_cut_stops_with_its_step_and_hands_over() -> None:
     scheduler = fleet(Policy.dynamic)
     placement = placed(scheduler, request("r", 4000, 30_000, forced_split=3000), 0.0)
     assert placement.beta is not None
-    name, other = placement.alpha.instance_id, placement.beta.instance_id
+    name = placement.alpha.instance_id
     scheduler.recut("r", 1000, 10.0)  # while a step computes up to 2048
     scheduler.report(name, [Progress(request_id="r", computed_tokens=2048, expected_output_tokens=30_000)], 20.0)
     scheduler.check_invariants()
+    hand_over_ms = scheduler.predict_hand_off_ms("r", 20.0)
+    assert hand_over_ms is not None
+    assert hand_over_ms - 20.0 == pytest.approx(A100.step_ms(BatchShape(prefill_tokens=1, prefill_pairs=2048.0)), rel=0.01)
     scheduler.parked("r", 2049, 100.0)
     scheduler.check_invariants()
     decoding = placed(scheduler, request("next", 400, 50), 5001.0)
@@ -573,18 +576,21 @@ def test_an_alpha_beyond_its_cut_stops_with_its_step_and_hands_over() -> None:
     assert decoding.prediction.decode_step_ms == pytest.approx(
         A100.step_ms(BatchShape(decodes=1, decode_context_tokens=400)),
     )
-    assert placement.beta.instance_id == other
 
 
-@pytest.mark.parametrize("begun", [True, False], ids=["it runs", "it waits"])
-def test_a_beta_has_not_begun_while_its_alpha_is_late(*, begun: bool) -> None:
+@pytest.mark.parametrize(("begun", "behind"), [(True, False), (False, False), (False, True)], ids=["it runs", "it waits", "in a queue"])
+def test_a_beta_has_not_begun_while_its_alpha_is_late(*, begun: bool, behind: bool) -> None:
     scheduler = fleet(Policy.dynamic)
+    before = {name: placed(scheduler, request(name, 30_000, 1, forced_split=0), 0.0) for name in ("a", "b") if behind}
     placement = placed(scheduler, request("r", 4000, 100, forced_split=3000), 0.0)
     handed_over_ms = scheduler.predict_hand_off_ms("r", 0.0)
     assert handed_over_ms is not None
     late_ms = 2.0 * handed_over_ms
-    progress = Progress(request_id="r", computed_tokens=64 if begun else 0, expected_output_tokens=100, begun=begun)
-    scheduler.report(placement.alpha.instance_id, [progress], late_ms)
+    instance = placement.alpha.instance_id
+    ahead = [name for name, other in before.items() if other.alpha.instance_id == instance]
+    progress = [Progress(request_id=name, computed_tokens=64, expected_output_tokens=1) for name in ahead]
+    progress.append(Progress(request_id="r", computed_tokens=64 if begun else 0, expected_output_tokens=100, begun=begun))
+    scheduler.report(instance, progress, late_ms)
     hand_over_ms, end_ms = scheduler.predict_hand_off_ms("r", late_ms), scheduler.predict_end_ms("r", late_ms)
     assert hand_over_ms is not None
     assert end_ms is not None

@@ -74,6 +74,14 @@ def test_bad_data_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.Capt
     assert "none.csv: cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["plans", "figure3"])
+def test_traces_that_are_missing_are_told(what: str, grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(what, "--gpu-grid", str(grid))
+    assert end.value.code == 2
+    assert "azure-code is not part of the package" in capsys.readouterr().err
+
+
 def test_a_workload_that_a_table_does_not_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command("plans", "--gpu-grid", str(tmp_path / "grid.csv"), "--traces", str(tmp_path), "--workloads", "mooncake")

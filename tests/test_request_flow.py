@@ -14,6 +14,7 @@ from dynaserve.request_flow import (
     ClientGone,
     Fail,
     Forward,
+    InstanceDied,
     Instruction,
     PlaceAgain,
     RequestFlow,
@@ -149,6 +150,14 @@ def test_a_moved_hand_off_is_told_to_both_and_happens_where_alpha_stopped() -> N
     assert tell(flow, ALPHA, Parked("r", 101)) == [SendContinue("b", 101, [7, 8])], "the move came too late"
     assert flow.record.split_token == 101
     assert flow.move(112) == []
+
+
+def test_a_beta_goes_on_from_where_its_hand_off_was_moved_to_when_alpha_dies() -> None:
+    flow = running(cut_flow(split=20))
+    tell(flow, BETA, Granted("r", 0))
+    flow.move(90)
+    assert flow.record.split_token == 90
+    assert flow.handle(ALPHA, InstanceDied("a", "gone", may_write=False), now_ms=2.0) == [SendContinue("b", 90, [])]
 
 
 def test_second_thoughts_move_or_lift_a_hand_off_and_are_on_record() -> None:

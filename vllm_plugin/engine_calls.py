@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequestType
 
 from vllm_plugin.device import profile_key
+from vllm_plugin.requests import SPECULATION
 
 
 def dynaserve_listen(self: Any) -> str:
@@ -40,7 +41,7 @@ def dynaserve_describe(self: Any) -> dict[str, Any]:
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
-        "cut_obstacle": "speculative decoding" if config.speculative_config is not None else None,
+        "cut_obstacle": SPECULATION if config.speculative_config is not None else None,
         "workers": msgspec.to_builtins(scheduler.connector.workers),
     }
 

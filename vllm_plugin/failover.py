@@ -16,7 +16,7 @@ from http import HTTPStatus
 
 from vllm.v1.engine import EngineCoreRequest
 
-from dynaserve import fleet, frontend_metrics
+from dynaserve import frontend_metrics
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
@@ -32,6 +32,8 @@ from vllm_plugin.orphans import Orphans
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 ADD_TIMEOUT_S = 10.0
+LOAD_AGAIN_S = 5.0
+"""After an instance that has come back could not load an adapter."""
 """For an instance that is added to say who it is."""
 MOST_LOST = 3
 """Instances that one request may lose: it may be what ends them (decision 8)."""
@@ -110,9 +112,12 @@ class Failover:
 
     async def _load_adapters(self, name: str) -> None:
         """An instance that has come back has none of the fleet's adapters, and takes no requests before it has all."""
-        if faults := await self._adapters.load_all(name):
-            logger.error("instance %s takes no requests: %s", name, "; ".join(faults))
-            return
+        told = ""
+        while faults := await self._adapters.load_all(name):
+            if (reason := "; ".join(faults)) != told:
+                told = reason
+                logger.error("instance %s takes no requests yet: %s", name, reason)
+            await asyncio.sleep(LOAD_AGAIN_S)
         del self._loading[name]
         await self._take_new_requests()
         await self._place_orphans()
@@ -147,6 +152,8 @@ class Failover:
         self._adapters.lost(name)
         for live in list(self._live.values()):
             await self._handle(live, Side.ALPHA, InstanceDied(name, change.reason, live.transport not in TWO_SIDED))
+        if change.reason == REMOVED:
+            return  # it was idle, and may go on serving others, whose transfers this would end
         # After a beta was told to continue: what it lacks is then computed anew, instead of its being given up.
         workers = [worker.endpoint.worker_id for worker in self.instances[name].description.workers]
         for other in self._links.alive:
@@ -168,9 +175,7 @@ class Failover:
         elif name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already")
         else:
-            instance = await self._links.ask(name, ADD_TIMEOUT_S)
-            fleet.choose_transport([*self.instances.values(), instance], self._transport)
-            await self._links.add(instance)
+            await self._links.add(await self._links.ask(name, ADD_TIMEOUT_S))
 
     async def remove_instance(self, url: str) -> None:
         """Takes an instance out of the fleet: at once if it is dead or idle, else when it has finished what it runs.

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -91,6 +92,7 @@ from vllm_plugin.requests import (
     cache_key,
     check_extra_args,
     check_frames,
+    check_speculation,
     why_whole,
 )
 from vllm_plugin.stock_link import StockLink, carries
@@ -143,7 +145,7 @@ class FleetClient(Failover):
             secret=secret,
             describe=partial(fleet.describe, allow_stock=allow_stock),
             link_to_stock=StockLink,
-            also_check=also_check,
+            also_check=partial(self._check_joining, also_check),
         )
         self._links.instances |= {instance.instance_id: instance for instance in instances}
         self._orphans = Orphans()
@@ -176,17 +178,25 @@ class FleetClient(Failover):
         """Runs it until the client is shut down; what it raises ends the front-end."""
         self._links.spawn(coroutine)
 
+    def _check_joining(self, also_check: Callable[[Instance], None], instance: Instance) -> None:
+        """Also one that comes back: it may offer other transports than before. Raises ConfigError."""
+        also_check(instance)
+        others = [other for other in self.instances.values() if other.instance_id != instance.instance_id]
+        fleet.choose_transport([*others, instance], self._transport)
+
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
-    def admit(self, prompt_tokens: int | None, extra_args: dict[str, Any], max_tokens: int) -> None:
+    def admit(self, prompt_tokens: int | None, params: SamplingParams, max_tokens: int) -> None:
         """Raises BadRequest, NoInstance or Overloaded before the request costs anything."""
         now_s = time.monotonic()
         if reason := self.why_unavailable(now_s):
             frontend_metrics.UNAVAILABLE.labels(NoInstance.status).inc()
             raise NoInstance(reason)
+        extra_args = params.extra_args or {}
         check_extra_args(extra_args, prompt_tokens, max_tokens, self._reference.description.workers[0].endpoint.transports)
+        check_speculation(params, [instance.description.cut_obstacle for instance in self.instances.values()])
         slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
-        if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s):
+        if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s, params.n):
             frontend_metrics.REFUSED.labels(refusal.kind).inc()
             raise Overloaded(refusal.reason)
 

@@ -66,7 +66,7 @@ class FleetLLM(AsyncLLM):
         client: FleetClient = self.engine_core
         try:
             check_request_id(request_id)
-            client.admit(prompt_tokens, sampling_params.extra_args or {}, max_tokens)
+            client.admit(prompt_tokens, sampling_params, max_tokens)
         except BadRequest as error:
             raise VLLMValidationError(str(error)) from error
         except (NoInstance, Overloaded) as error:
@@ -170,6 +170,7 @@ def _fit(args: argparse.Namespace, config: FrontendConfig) -> None:
         raise ConfigError(f"--max-model-len {args.max_model_len} is more than the instances' {longest}")
     args.max_model_len = args.max_model_len or longest
     args.served_model_name = args.served_model_name or config.instances[0].description.served_model_names
+    args.mm_processor_cache_gb = 0  # an instance keeps what it was sent, and the next turn may go to another one
 
 
 async def _save_now_and_then(path: Path, lengths: LengthPredictor) -> None:

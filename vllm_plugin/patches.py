@@ -115,13 +115,24 @@ def install_command_line() -> None:
     EngineArgs.from_cli_args = classmethod(from_ours)
 
 
+_ONE_ONLY = (
+    "api_server_count",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)
+
+
 def turn_on(args: argparse.Namespace) -> None:
     """Makes this `vllm serve` an instance: our scheduler, connector and gateway. Raises ConfigError."""
     check_vllm()
-    for flag, limit in (("api_server_count", 1), ("data_parallel_size", 1), ("pipeline_parallel_size", 1)):
-        value = getattr(args, flag, None) or 1
-        if value > limit:
-            raise ConfigError(f"--{flag.replace('_', '-')} {value} is not supported with --plugin dynaserve; use {limit}")
+    for flag in _ONE_ONLY:
+        if (value := getattr(args, flag, None) or 1) > 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} {value} is not supported with --plugin dynaserve; use 1")
+    for flag in ("enable_scale_out", "tokens_only"):  # their route takes `SamplingParams.extra_args` from clients, and with it our plans
+        if getattr(args, flag, False):
+            raise ConfigError(f"--{flag.replace('_', '-')} is not supported with --plugin dynaserve")
     for flag in ("scheduler_cls", "kv_transfer_config"):
         if getattr(args, flag, None) is not None:
             raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} conflicts with --plugin dynaserve, which sets it")

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, TypeGuard
 
 from vllm.exceptions import GracefulHTTPError
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from dynaserve.errors import BadRequest
@@ -32,6 +33,13 @@ CLASS_ARG = "dynaserve_class"
 """`vllm_xargs` key: a name for requests whose answers are alike in length."""
 BEST_EFFORT_ARG = "dynaserve_best_effort"
 """`vllm_xargs` key: 1 has the request served however late, where it would be refused for its TTFT SLO."""
+
+LONGEST_CLASS = 256
+"""Characters: the name is looked up each time that the request's length is expected anew, and kept with what was learnt."""
+SPECULATION = "speculative decoding"
+"""The obstacle of instances with it."""
+_LEAST_MIN_P = 1e-5
+"""Below, vLLM takes it for 0."""
 
 
 def is_slo_ms(value: object) -> TypeGuard[float]:
@@ -89,10 +97,19 @@ def check_extra_args(extra_args: dict[str, Any], prompt_tokens: int | None, max_
     expected = extra_args.get(EXPECTED_ARG)
     if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or expected < 1):
         raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0")
+    if len(named := str(extra_args.get(CLASS_ARG, ""))) > LONGEST_CLASS:
+        raise BadRequest(f"{CLASS_ARG} has {len(named)} characters, more than {LONGEST_CLASS}")
     for name in (TBT_ARG, TTFT_ARG):
         slo_ms = extra_args.get(name)
         if slo_ms is not None and not is_slo_ms(slo_ms):
             raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
+
+
+def check_speculation(params: SamplingParams, obstacles: Collection[str | None]) -> None:
+    """Raises BadRequest for what an engine that speculates would leave out, which vLLM's server refuses
+    (`SamplingParams._validate_spec_decode`). obstacles: of the instances."""
+    if (params.min_p > _LEAST_MIN_P or params.logit_bias) and SPECULATION in obstacles:
+        raise BadRequest("min_p and logit_bias are not supported with speculative decoding, which instances of this fleet use")
 
 
 def check_request_id(request_id: str) -> None:

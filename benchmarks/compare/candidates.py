@@ -74,6 +74,7 @@ class Site:
         learning = logs / "learning"
         with systems.running(self.system(SLO_COLOCATED, tbt_slo_ms, learning)) as running:
             teach(running)
+            running.check()
         learnt = _own_profile(_folder(learning, SLO_COLOCATED, tbt_slo_ms), "0")
         if not learnt.exists():
             raise FleetFailed(f"an instance was taught, and has not left {learnt}")
@@ -119,16 +120,17 @@ class Site:
 
 
 def _whole_fleet(fleet: LocalFleet) -> Callable[[], None]:
-    """Raises FleetFailed where an instance has ended or was declared dead since it was last asked: a front-end goes on with the other
-    one, and what it does then is no figure of two."""
+    """Raises FleetFailed where an instance has ended, is dead, or was declared dead since it was last asked: a front-end goes on with
+    the other one, and what it does then is no figure of two."""
     deaths = 0.0
 
     def check() -> None:
         nonlocal deaths
         fleet.check_alive()
-        before, deaths = deaths, fleet.deaths()
-        if deaths > before:
-            raise FleetFailed(f"an instance was declared dead {deaths - before:.0f} times during a run")
+        told = fleet.health()
+        before, deaths = deaths, told.deaths
+        if deaths > before or told.dead:
+            raise FleetFailed(f"instances were declared dead {deaths - before:.0f} times during a run, and {told.dead:.0f} are so now")
 
     return check
 

@@ -132,9 +132,10 @@ def _first(results: Mapping[str, Any], repetitions: int) -> Comparison | None:
     """None: one of these repetitions of some system is not there. There may be more of them."""
     kept, least = _kept(results), results["options"]["seed"]
     seeds = range(least, least + repetitions)
-    turns = {name: [turn for turn in taken if turn.repetition.seed in seeds] for name, taken in kept.turns.items()}
-    if any(len(taken) < repetitions for taken in turns.values()):
+    by_seed = {name: {turn.repetition.seed: turn for turn in taken} for name, taken in kept.turns.items()}
+    if any(seed not in taken for taken in by_seed.values() for seed in seeds):
         return None
+    turns = {name: [taken[seed] for seed in seeds] for name, taken in by_seed.items()}
     return Comparison(results["workload"], msgspec.convert(results["slo"], Slo), turns, {}, kept.saturation_per_s)
 
 

@@ -18,6 +18,7 @@ from benchmarks.paper.setting import Bench, Row
 from dynaserve.bench import options
 from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable
+from workloads.trace import WorkloadError
 
 COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "table1": tables.table1,
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
             print(f"{row.what}: {row.here:.4g}", file=sys.stderr, flush=True)
             if args.output is not None:
                 setting.write(args.output, rows)
-    except ConfigError as error:
+    except (ConfigError, WorkloadError) as error:
         print(f"benchmarks.paper: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     setting.show(rows)

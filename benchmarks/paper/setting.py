@@ -87,8 +87,8 @@ class Bench:
     slos_ms: Sequence[str] = SLOS_MS
 
     def chosen(self, first_per_s: Mapping[str, float]) -> dict[str, float]:
-        """Of a table's workloads those that are wanted. Raises ConfigError where it lacks one of them, or one cannot be loaded: now,
-        rather than after hours."""
+        """Of a table's workloads those that are wanted. Raises ConfigError where it lacks one of them, WorkloadError where one cannot be
+        loaded: now, rather than after hours."""
         if unknown := [name for name in self.workloads or () if name not in first_per_s]:
             raise ConfigError(f"--workloads: this table has {', '.join(first_per_s)}, and not {', '.join(unknown)}")
         chosen = {name: rate for name, rate in first_per_s.items() if self.workloads is None or name in self.workloads}

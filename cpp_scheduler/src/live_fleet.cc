@@ -479,10 +479,11 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     const std::uint64_t key = KeyOf(entry.ordinal, side);
     const auto same = [key](const VirtualRequest& r) { return r.key == key; };
     if (!report.begun) {
-      if (side == 1 || std::ranges::any_of(waiting_, same)) continue;
-      std::erase_if(running_, same);
+      if (side == 1) continue;
       const bool is_whole = entry.parts.size() == 1;
       if (!is_whole) under_way_.push_back(&entry);
+      if (std::ranges::any_of(waiting_, same)) continue;
+      std::erase_if(running_, same);
       const std::int64_t end = is_whole ? EndToken(entry.request) : entry.split_token;
       // A hand-off may have moved to before the end of what is cached: one token is computed
       // anyway.
@@ -722,7 +723,7 @@ void LiveFleet::Lift(Entry& entry, double now_ms) {
   Put(entry.parts.front().instance_id, rest, now_ms);
 }
 
-// In its place, if it waits or prefills there.
+// In its place, where the predictor can change it.
 void LiveFleet::Put(const InstanceId& instance_id, const VirtualRequest& request, double now_ms) {
   const auto found = instances_.find(instance_id);
   if (found == instances_.end()) return;

@@ -218,11 +218,12 @@ def repetition_data(one: Repetition) -> dict[str, Any]:
 
 
 def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Sequence[Repetition], *, complete: bool) -> None:
-    """complete: these are all repetitions; otherwise there is no capacity."""
+    """complete: these are all repetitions; otherwise there is no capacity, as where it is not servable."""
     content = {
         "command": report.command_line(arguments, "bench capacity"),
         "machine": report.machine(),
         "workload": opts.workload,
+        "complete": complete,
         "capacity_per_s": median_rate(found) if complete else None,
         "repetitions": [repetition_data(one) for one in found],
     }

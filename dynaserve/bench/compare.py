@@ -158,6 +158,7 @@ class Measurement:
         if self.opts.saturates:
             seed = self._seed(number)
             rate = trial.saturation(replace(self.opts.replay, urls=running.urls), seed)
+            running.check()
             self.saturation_per_s.setdefault(name, rate)
             print(f"{name}: seed {seed}  {rate:8.3g} requests/s  when all are sent at once", file=sys.stderr, flush=True)
 

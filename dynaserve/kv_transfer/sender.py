@@ -305,6 +305,10 @@ class Sender:
             return []
         # It may only be stopped: when it goes on it still waits for the answer to its Revoke, and must know of a push that failed.
         transfer.withdraw()
+        if not (transfer.ready or transfer.sent or transfer.in_flight or transfer.broken or transfer.revoked_by or transfer.stopped):
+            # Its alpha may go on alone without ever having had a block to send, and then says no Stop.
+            del self.transfers[transfer_id]
+            return []
         return [] if transfer.in_flight else self._settle(transfer_id)
 
     def _settle(self, transfer_id: str) -> list[Instruction]:

@@ -20,7 +20,7 @@ from dynaserve import direct_http
 from dynaserve.environment import NO_BUSY_WAIT
 from dynaserve.errors import DynaServeError
 from dynaserve.local.children import Child, start_child, stop_children
-from dynaserve.metrics_page import total
+from dynaserve.metrics_page import samples, total
 
 HOST = "127.0.0.1"
 POLL_INTERVAL_S = 0.5
@@ -32,6 +32,21 @@ INDEX = "INDEX"
 
 class FleetFailed(DynaServeError):
     """A process of the local fleet ended, or does not become healthy."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """deaths: how often an instance was declared dead. dead: instances that are so now."""
+
+    deaths: float
+    dead: float
+
+
+def health_in(page: str) -> Health:
+    """From a front-end's `/metrics`."""
+    told = samples(page, "dynaserve_instance_health")
+    dead = sum(sample.value for sample in told if sample.labels["health"] == "dead")
+    return Health(total(page, "dynaserve_instance_deaths_total"), dead)
 
 
 @dataclass
@@ -129,12 +144,16 @@ class LocalFleet:
         for name in self.children:
             self._check_alive(name)
 
-    def deaths(self) -> float:
-        """How often the front-end has declared an instance dead; 0 without a front-end."""
+    def health(self) -> Health:
+        """By the front-end; without one, that of processes that have not ended. Raises FleetFailed if it does not tell."""
         if "frontend" not in self.children:
-            return 0.0
-        page = direct_http.get(f"{self.frontend_url}/metrics", timeout_s=60).raise_for_status().text
-        return total(page, "dynaserve_instance_deaths_total")
+            self.check_alive()
+            return Health(deaths=0.0, dead=0.0)
+        try:
+            page = direct_http.get(f"{self.frontend_url}/metrics", timeout_s=60).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise FleetFailed(f"{self.frontend_url}/metrics: {type(error).__name__}: {error}") from error
+        return health_in(page)
 
     def instance_command(self, index: int) -> list[str]:
         plugin = [] if self.plugin is None else ["--plugin", self.plugin]
