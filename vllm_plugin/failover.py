@@ -32,9 +32,9 @@ from vllm_plugin.orphans import Orphans
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 ADD_TIMEOUT_S = 10.0
+"""For an instance that is added to say who it is."""
 LOAD_AGAIN_S = 5.0
 """After an instance that has come back could not load an adapter."""
-"""For an instance that is added to say who it is."""
 MOST_LOST = 3
 """Instances that one request may lose: it may be what ends them (decision 8)."""
 

@@ -102,8 +102,7 @@ void BindExecution(nb::module_& m) {
            "more).")
       .def("change", &ExecutionPredictor::Change, "changed"_a, "now_ms"_a,
            "Gives the request of that key other work, in its place; a beta that is ready later "
-           "waits "
-           "again.  False: it is not there, or decodes already and is to compute prefill.\n"
+           "waits again.  False: it is not there, or decodes already and is to compute prefill.\n"
            "ValueError: as `predict`.")
       .def("predict_change", &ExecutionPredictor::PredictChange, "changed"_a, "now_ms"_a,
            "horizon"_a = Horizon::kEnd,

@@ -495,8 +495,8 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     }
     const bool is_alpha_of_two = entry.parts.size() > 1 && side == 0;
     if (is_alpha_of_two && report.computed_tokens > entry.split_token) {
-      entry.split_token =
-          report.computed_tokens + 1;  // it was moved to before what a step computes
+      // It was moved to before what a step computes.
+      entry.split_token = report.computed_tokens + 1;
     }
     std::int64_t end_token = ComputedTokens(entry.prompt_tokens, report.expected_output_tokens);
     if (is_alpha_of_two) end_token = entry.split_token;
