@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.dynaserve.frontend")
 _UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
 """What a decoder raises, the last of them for 2 kB that are nested too deeply."""
 
-_MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size")
+_MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size", "reasoning_parser")
 _NOT_TOLD_BY_STOCK = ("vllm_version", "dtype", "device", "parallelism", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
 """Of the version: what names the build."""
 
@@ -194,6 +194,15 @@ def check_model(model: str, instances: Sequence[Instance]) -> None:
     for instance in instances:
         if instance.description.model != model:
             raise ConfigError(f"instance {instance.instance_id} serves model {instance.description.model}, this front-end {model}")
+
+
+def check_reasoning_parser(parser: str | None, instances: Sequence[Instance]) -> None:
+    """Raises ConfigError if an instance finds the end of reasoning in another way than this front-end's server, or in none."""
+    for instance in instances:
+        theirs = instance.description.reasoning_parser
+        if not instance.description.stock and theirs != parser:
+            parsers = f"instance {instance.instance_id} has the reasoning parser {theirs}, this front-end {parser}"
+            raise ConfigError(f"{parsers}: give both the same --reasoning-parser")
 
 
 def profile_key(description: InstanceDescription) -> ProfileKey:

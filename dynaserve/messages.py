@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynaserve.kv_transfer.transport import Name, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Reason, TransferId, cut_reason
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -49,7 +49,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class SenderLost(msgspec.Struct, frozen=True, tag=True):
-    """The instance of these workers is dead: end all transfers from and to them that can be ended."""
+    """The instance of these workers is dead: end all transfers of this front-end from and to them that can be ended."""
 
     worker_ids: Annotated[list[Name], Meta(max_length=4096)]
 
@@ -137,6 +137,7 @@ class AddLora(msgspec.Struct, frozen=True, tag=True):
     lora_int_id: int
     lora_path: Name
     load_inplace: bool = False
+    is_3d_lora_weight: bool = False
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
@@ -383,6 +384,8 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     workers: Annotated[list[WorkerDescription], Meta(max_length=4096)]
     secured: bool = False
     """Its sockets hear only who has the fleet secret."""
+    reasoning_parser: Name | None = None
+    """Which decides where in an answer a grammar begins."""
     computes_on_host: bool = False
     """On a CPU: what moves KV there takes the time of steps."""
     stock: bool = False

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -17,7 +19,7 @@ from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.agent import Agent, Results
 from dynaserve.kv_transfer.control_plane import ControlPlane
 from dynaserve.kv_transfer.mooncake_transport import MooncakeTransport
-from dynaserve.kv_transfer.transport import KvLayers, Transport, WorkerEndpoint
+from dynaserve.kv_transfer.transport import KvLayers, PushNumber, Transport, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Revoke
 from tests.cut_sockets import cut_port
 
@@ -185,6 +187,44 @@ def test_retract_returns_when_nothing_is_read_any_more(nodes: tuple[Node, Node])
     until(lambda: b.poll().received == ["t"])
     assert [b.block(i) for i in (10, 11, 12)] == [a.block(i) for i in (5, 6, 7)]
     a.agent.submit(tx.Stop("t"))
+
+
+class SlowOneSided(TorchTransport):
+    """Copies into the memory of a node of this process, once it may."""
+
+    one_sided = True
+    targets: ClassVar[dict[str, KvLayers]] = {}
+    may_push: ClassVar[threading.Event] = threading.Event()
+
+    def push(self, peer: WorkerEndpoint, local_blocks: Sequence[int], remote_blocks: Sequence[int], number: PushNumber | None) -> None:
+        assert number is None
+        self.may_push.wait(30)
+        for mine, theirs in zip(self._kv.layers, self.targets[peer.worker_id].layers, strict=True):
+            theirs[list(remote_blocks)] = mine[list(local_blocks)]
+
+
+def test_retract_does_not_wait_for_a_push_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = Node("a", SlowOneSided), Node("b", SlowOneSided)
+    monkeypatch.setitem(SlowOneSided.targets, "b", b.kv)
+    monkeypatch.setattr(SlowOneSided, "may_push", threading.Event())
+    first, again = a.block(1), a.block(5)
+    for name, block in (("first", 10), ("t", 11)):
+        expect(b, a, name, (block,))
+        a.agent.submit(tx.Ready(name, 0, (1,), final=True))
+        until(lambda name=name: a.agent._sender.is_in_flight(name))  # type: ignore[misc]
+    a.agent.retract(["t"])
+    assert a.agent._sender.is_in_flight("first"), "it waits for nothing that is under way"
+    a.agent.submit(tx.Ready("t", 0, (5,), final=True))
+    SlowOneSided.may_push.set()
+    until(lambda: sorted(b.poll().received) == ["first", "t"])
+    assert (b.block(10), b.block(11), b.seen.lost_blocks) == (first, again, [])
+    for name in ("first", "t"):
+        a.agent.submit(tx.Stop(name))
+    until(lambda: sorted(a.poll().sending_stopped) == ["first", "t"])
+    assert not a.agent._one_sided_pushes
+    for node in (a, b):
+        assert node.agent.open_transfers().total() == 0
+        node.agent.close()
 
 
 def test_a_cancelled_transfer_is_reported_once_the_sender_has_stopped(nodes: tuple[Node, Node]) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, check, check_distinct, choose_transport
+from dynaserve.fleet import Instance, check, check_distinct, check_reasoning_parser, choose_transport
 from dynaserve.fleet import describe as ask
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, WorkerDescription
@@ -31,6 +31,7 @@ def test_equal_instances_fit_together() -> None:
     [
         (describe(tensor_parallel_size=2), "tensor_parallel_size differs: http://a has 1, http://b has 2"),
         (describe(dtype="bfloat16"), "dtype differs: http://a has float32, http://b has bfloat16"),
+        (describe(reasoning_parser="deepseek_r1"), "reasoning_parser differs: http://a has None, http://b has deepseek_r1"),
         (describe(kv_layout="3 layers"), "KV layout differs: http://a has 2 layers; http://b has 3 layers"),
         (describe(protocol_version=99), f"instance http://b speaks protocol 99, this front-end {PROTOCOL_VERSION}"),
     ],
@@ -38,6 +39,15 @@ def test_equal_instances_fit_together() -> None:
 def test_one_that_does_not_fit_is_refused_with_both_values(other: InstanceDescription, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         check(Instance("http://b", other), FIRST)
+
+
+@pytest.mark.parametrize(("its", "ours"), [("qwen3", None), (None, "qwen3"), ("qwen3", "mistral")])
+def test_a_front_end_has_the_reasoning_parser_of_its_instances(its: str | None, ours: str | None) -> None:
+    instance = Instance("http://b", describe(reasoning_parser=its))
+    check_reasoning_parser(its, [instance])
+    check_reasoning_parser(ours, [Instance("http://c", describe(stock=True, reasoning_parser=its))])
+    with pytest.raises(ConfigError, match=f"^instance http://b has the reasoning parser {its}, this front-end {ours}: "):
+        check_reasoning_parser(ours, [instance])
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8OOO", "http://[::1:8000", "http://a..b:8000", "no url", "http://127.0.0.1:9"])

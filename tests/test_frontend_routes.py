@@ -31,7 +31,9 @@ def run(scenario: Callable[[httpx.AsyncClient], Awaitable[None]], keys: list[str
         attach_metrics(app)
         endpoint = FrontendEndpoint()
         endpoint.attach_router(app)
-        client = SimpleNamespace(snapshot=looked_at.snapshot, watch=lambda _: None, retry_after_s=0.0)
+        known = {"watch": lambda _: None, "know_adapters": lambda _: None, "retry_after_s": 0.0}
+        client = SimpleNamespace(snapshot=looked_at.snapshot, **known)
+        app.state.openai_serving_models = SimpleNamespace(lora_requests={})
         await endpoint.init_state(SimpleNamespace(engine_core=client), app.state, Namespace(api_key=keys, host="127.0.0.1", uds=None))
         async with (
             app.router.lifespan_context(app),

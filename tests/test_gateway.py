@@ -47,6 +47,7 @@ from dynaserve.messages import (
     Reserved,
     Resumed,
     Run,
+    SenderLost,
     Step,
     ToInstance,
     Welcome,
@@ -301,6 +302,33 @@ def test_a_front_end_hears_what_others_have_reserved() -> None:
         await told(second, [])
         first.close()
         second.close()
+
+    run(scenario)
+
+
+def test_an_engine_hears_of_whose_transfers_a_peer_was_lost() -> None:
+    """Of the front-end that says so, and of those that have gone, until the engine has let go of them."""
+
+    def lost(instance: Instance) -> list[list[str]]:
+        return [sorted(arguments[1]) for method, arguments in instance.engine.called if method == "dynaserve_peers_lost"]
+
+    async def scenario(instance: Instance) -> None:
+        links = {name: await instance.link(name, None) for name in ("first", "second", "gone")}
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        for name, link in links.items():
+            await link.send(Run(f"r-{name}", 9, f"t-{name}"), MsgpackEncoder().encode(request))
+        await until(lambda: len(instance.engine.added) == 3)
+        links["gone"].close()
+        await until(lambda: len(instance.gateway.sessions.identities) == 2)
+        await links["first"].send(SenderLost(["w"]))
+        await until(lambda: lost(instance) == [["t-first", "t-gone"]])
+        ended = {EXTRA_ARG: msgspec.to_builtins([Ended("r-first", 0, 0), Ended("r-gone", 0, 0)])}
+        await instance.gateway.take(EngineCoreOutputs(outputs=[EngineCoreOutput(EVENT_CARRIER, [], kv_transfer_params=ended)]))
+        await links["first"].send(SenderLost(["w"]))
+        await until(lambda: len(lost(instance)) == 2)
+        assert lost(instance)[1] == []
+        for link in links.values():
+            link.close()
 
     run(scenario)
 

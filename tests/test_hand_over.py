@@ -420,7 +420,7 @@ def test_a_request_of_a_lost_instance_goes_on_after_its_tokens(instance: Instanc
 
 
 def test_a_lost_peer_is_told_to_every_worker(instance: Instance) -> None:
-    instance.scheduler.peers_lost(["x", "y"])
+    instance.scheduler.peers_lost(["x", "y"], ["t1", "t2"])
     assert instance.scheduler.micro.has_messages
     instance.step()
-    assert instance.commands == [PeerLost("x"), PeerLost("y")]
+    assert instance.commands == [PeerLost(name, frozenset({"t1", "t2"})) for name in ("x", "y")]

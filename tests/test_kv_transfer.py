@@ -389,6 +389,12 @@ class Link:
                     self.received.append(instruction)
         self.receiver.check_invariants()
 
+    def withdraw(self) -> None:
+        """The one-sided push under way had not begun."""
+        self.data.clear()
+        self.pushing = False
+        self.on_a(tx.PushWithdrawn("t"))
+
     def moves(self) -> list[str]:
         able = {
             "control_a": bool(self.to_a) and not self.dead,
@@ -509,6 +515,8 @@ def test_every_order_of_events_ends_with_both_halves_empty(
             case "a":
                 event = a_events.popleft()
                 if isinstance(event, tx.Retract):
+                    if link.pushing and transport == "one" and rng.random() < 0.5:
+                        link.withdraw()
                     while link.pushing:  # the engine waits for the push in flight before it overwrites blocks
                         link.move(rng.choice(link.moves()))
                 link.on_a(event)  # type: ignore[arg-type]

@@ -46,8 +46,16 @@ class Served:
 @contextmanager
 def serving(keys: list[str], port: int | None = None) -> Iterator[Served]:
     served = Served(free_ports(1)[0] if port is None else port)
-    client = SimpleNamespace(snapshot=lambda: served.snapshot, watch=lambda _: None, retry_after_s=0.0, instances={}, frontend_id="f")
+    client = SimpleNamespace(
+        snapshot=lambda: served.snapshot,
+        watch=lambda _: None,
+        know_adapters=lambda _: None,
+        retry_after_s=0.0,
+        instances={},
+        frontend_id="f",
+    )
     app = FastAPI()
+    app.state.openai_serving_models = SimpleNamespace(lora_requests={})
     endpoint = FrontendEndpoint()
     endpoint.attach_router(app)
     asyncio.run(endpoint.init_state(SimpleNamespace(engine_core=client), app.state, Namespace(api_key=keys, host="127.0.0.1", uds=None)))

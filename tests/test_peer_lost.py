@@ -136,7 +136,7 @@ def test_agents_end_their_transfers_with_a_silent_worker_once_it_is_lost() -> No
         alive.agent.submit(rx.Expect("in", silent, "torch", 0, (1, 2, 3)))
         alive.agent.submit(rx.Cancel("in"))
         until(lambda: alive.agent.open_transfers()["receiving"] == 1)
-        alive.agent.submit(PeerLost("silent"))
+        alive.agent.submit(PeerLost("silent", frozenset({"in"})))
         until(lambda: alive.poll().received == ["in"])
     assert alive.agent.open_transfers().total() == 0
     alive.agent.close()
@@ -175,7 +175,7 @@ def test_all_that_waits_to_be_pushed_ends_as_its_receiver_is_lost(silent: Silent
         alive.agent.submit(tx.Stop(name))
     time.sleep(0.2)
     assert not alive.poll().sending_stopped
-    alive.agent.submit(PeerLost("silent"))
+    alive.agent.submit(PeerLost("silent", frozenset(names)))
     alive.agent.retract(names)
     until(lambda: sorted(alive.poll().sending_stopped) == names)
     assert alive.agent.open_transfers().total() == 0
@@ -193,7 +193,7 @@ def test_all_that_waits_to_be_received_ends_as_its_sender_is_lost(silent: Silent
         alive.agent.submit(rx.Complete(name, 1))
     time.sleep(0.2)
     assert not alive.poll().received
-    alive.agent.submit(PeerLost("silent"))
+    alive.agent.submit(PeerLost("silent", frozenset(names)))
     until(lambda: sorted(alive.poll().received) == names)
     assert sorted(alive.seen.lost_blocks) == [0, 1, 2]
     alive.agent.close()
@@ -221,6 +221,51 @@ def test_agents_notice_by_themselves_that_a_worker_has_ended() -> None:
     alive.agent.close()
 
 
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_transfers_of_a_front_end_that_has_not_lost_the_worker_go_on(*, is_sender: bool) -> None:
+    """Between the same two workers; either of them is lost for the other front-end."""
+    source, target = Node("source"), Node("target")
+    for name, blocks in (("its", (1, 2)), ("of another", (3, 4))):
+        target.agent.submit(rx.Expect(name, source.agent.endpoint, "torch", 0, blocks))
+        source.agent.submit(tx.Ready(name, 0, blocks[:1], final=False))
+    until(lambda: sum(report.kind == "received" for report in target.poll().reports) == 2)
+    until(lambda: sum(report.kind == "sent" for report in source.poll().reports) == 2)
+    survivor, dead = (target, source) if is_sender else (source, target)
+    survivor.agent.submit(PeerLost(dead.name, frozenset({"its"})))
+    source.agent.submit(tx.Ready("of another", 1, (4,), final=True))
+    target.agent.submit(rx.Complete("of another", 2))
+    until(lambda: target.poll().received == ["of another"])
+    if is_sender:
+        target.agent.submit(rx.Complete("its", 2))
+        until(lambda: target.poll().received == ["of another", "its"])
+        assert target.seen.lost_blocks == [2]
+    else:
+        source.agent.submit(tx.Ready("its", 1, (2,), final=True))
+        source.agent.submit(tx.Stop("its"))
+        until(lambda: source.poll().sending_stopped == ["its"])
+        assert sum(report.kind == "sent" for report in source.seen.reports) == 3, "nothing more of its own"
+    for node in (source, target):
+        node.agent.close()
+
+
+def test_the_channel_that_a_lost_transfer_waits_on_ends_and_those_of_others_behind_it_hear_of_it(silent: Silent) -> None:
+    alive = Node("alive", PatientTransport)
+    for block, name in enumerate(["its", "of another"]):
+        alive.agent.submit(tx.Ready(name, 0, (block,), final=False))
+        silent.say(alive, Grant(name, silent.endpoint, PatientTransport.name, 0, [block]))
+    until(lambda: all(alive.agent._sender.is_in_flight(name) for name in ("its", "of another")))
+    alive.agent.submit(PeerLost("silent", frozenset({"its"})))
+    until(lambda: not alive.agent._sender.is_in_flight("of another"))
+    heard: set[str] = set()
+
+    def broken() -> set[str]:
+        heard.update(message.transfer_id for message in silent.plane.receive() if isinstance(message, Broken))
+        return heard
+
+    until(lambda: "of another" in broken())
+    alive.agent.close()
+
+
 class OneSided(TorchTransport):
     """Nothing is pushed here; what counts is what a receiver may believe."""
 
@@ -234,8 +279,8 @@ def test_blocks_of_a_one_sided_sender_that_has_ended_come_back_and_those_of_one_
     ended.agent.close()
     for peer in (ended, silent):
         alive.agent.submit(rx.Expect(peer.name, peer.agent.endpoint, "torch", 0, (1, 2, 3) if peer is ended else (4, 5, 6)))
-        alive.agent.submit(PeerLost(peer.name))
-        alive.agent.submit(PeerLost(peer.name))
+        alive.agent.submit(PeerLost(peer.name, frozenset({peer.name})))
+        alive.agent.submit(PeerLost(peer.name, frozenset({peer.name})))
         alive.agent.submit(rx.Complete(peer.name, 3))
     until(lambda: alive.poll().received == ["ended"])
     assert sorted(alive.seen.lost_blocks) == [1, 2, 3]

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from vllm.lora.request import LoRARequest
 
 from dynaserve.messages import AddLora, LoraAdded
@@ -23,16 +24,17 @@ def adapter_id(name: str, path: str) -> int:
 
 
 def with_fleet_id(lora: LoRARequest) -> LoRARequest:
-    return LoRARequest(lora.lora_name, adapter_id(lora.lora_name, lora.lora_path), lora.lora_path, load_inplace=lora.load_inplace)
+    return msgspec.structs.replace(lora, lora_int_id=adapter_id(lora.lora_name, lora.lora_path))
 
 
 @dataclass
 class AdapterLoader:
-    """The front-end's side. send: carries a message to an instance."""
+    """The front-end's side. send: carries a message to an instance. offered: what clients may name now; None: not known yet."""
 
     send: Callable[[str, AddLora], Awaitable[None]]
+    offered: Callable[[], Iterable[LoRARequest]] | None = None
     loaded: dict[int, AddLora] = field(default_factory=dict)
-    """What every instance has, or is told when it comes back."""
+    """What every instance has, or is told when it comes back, unless it has been unloaded meanwhile."""
     pending: dict[tuple[str, int], asyncio.Future[str | None]] = field(default_factory=dict)
 
     async def load(self, lora: LoRARequest, instances: Iterable[str]) -> None:
@@ -42,7 +44,7 @@ class AdapterLoader:
             if len(text) > LONGEST_NAME:
                 raise ValueError(f"the {what} of a LoRA adapter has {len(text)} characters, at most {LONGEST_NAME} are taken")
         number = adapter_id(lora.lora_name, lora.lora_path)
-        message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace)
+        message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace, lora.is_3d_lora_weight)
         before = self.loaded.get(number)
         self.loaded[number] = message  # an instance that joins meanwhile is told as well
         faults = await self._ask(message, list(instances))
@@ -54,7 +56,15 @@ class AdapterLoader:
 
     async def load_all(self, instance: str) -> list[str]:
         """Tells an instance that has come back what the others have. Returns why it cannot load it; empty: it has everything."""
+        self._forget_unloaded()
         return [fault for message in list(self.loaded.values()) for fault in await self._ask(message, [instance])]
+
+    def _forget_unloaded(self) -> None:
+        """vLLM does not tell its engine of adapters that are unloaded (openai/models/serving.py:243), and whose files may be gone."""
+        if self.offered is None:
+            return
+        needed = {adapter_id(lora.lora_name, lora.lora_path) for lora in self.offered()} | {number for _, number in self.pending}
+        self.loaded = {number: message for number, message in self.loaded.items() if number in needed}
 
     async def _ask(self, message: AddLora, instances: Sequence[str]) -> list[str]:
         number = message.lora_int_id

@@ -41,6 +41,7 @@ def dynaserve_describe(self: Any) -> dict[str, Any]:
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "reasoning_parser": config.structured_outputs_config.reasoning_parser or None,
         "cut_obstacle": SPECULATION if config.speculative_config is not None else None,
         "workers": msgspec.to_builtins(scheduler.connector.workers),
     }
@@ -86,8 +87,8 @@ def dynaserve_release(self: Any, request_id: str) -> None:
     self.scheduler.release(request_id)
 
 
-def dynaserve_peers_lost(self: Any, worker_ids: list[str]) -> None:
-    self.scheduler.peers_lost(worker_ids)
+def dynaserve_peers_lost(self: Any, worker_ids: list[str], transfer_ids: list[str]) -> None:
+    self.scheduler.peers_lost(worker_ids, transfer_ids)
 
 
 def dynaserve_state(self: Any) -> dict[str, Any]:

@@ -340,6 +340,10 @@ class FleetClient(Failover):
         await self._adapters.load(lora_request, with_plugin)
         return True
 
+    def know_adapters(self, offered: Callable[[], Iterable[LoRARequest]]) -> None:
+        """What the server offers, once it has started."""
+        self._adapters.offered = offered
+
     async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
         """Moves the hand-off point of every sequence of this request, or lifts it (None).
 

@@ -191,6 +191,7 @@ async def _serve(args: argparse.Namespace, client: FleetClient, config: Frontend
     listen_address, sock = setup_server(args, reuse_port=False)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    fleet.check_reasoning_parser(vllm_config.structured_outputs_config.reasoning_parser or None, config.instances)
     llm = FleetLLM.from_vllm_config(
         vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,

@@ -172,6 +172,7 @@ class FrontendEndpoint:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.dynaserve = engine_client.engine_core
+        engine_client.engine_core.know_adapters(state.openai_serving_models.lora_requests.values)
         keys = [key for key in args.api_key if key]
         state.dynaserve_keys = AuthenticationMiddleware(APIRouter(), keys) if keys else None
         state.dynaserve_open = _is_open(args)

@@ -236,7 +236,7 @@ class Gateway:
             case Hello():
                 await self._hello(identity, message)
             case SenderLost(worker_ids=worker_ids):
-                self._call("dynaserve_peers_lost", worker_ids)
+                self._call("dynaserve_peers_lost", worker_ids, self._transfers_of(identity))
             case Run(hand_off_at=hand_off_at, transfer_id=transfer_id, chunked=chunked):
                 role = "whole" if hand_off_at is None else "alpha"
                 plan = Plan(role, hand_off_at, transfer_id, output_token_ids=message.output_token_ids or None, chunked=chunked)
@@ -274,14 +274,18 @@ class Gateway:
     async def _add_lora(self, identity: bytes, message: AddLora) -> None:
         error = None
         try:
-            await self.engine.add_lora_async(
-                LoRARequest(message.lora_name, message.lora_int_id, message.lora_path, load_inplace=message.load_inplace)
-            )
+            kind = {"load_inplace": message.load_inplace, "is_3d_lora_weight": message.is_3d_lora_weight}
+            await self.engine.add_lora_async(LoRARequest(message.lora_name, message.lora_int_id, message.lora_path, **kind))
             self.adapters.add(message.lora_int_id)
         except Exception as fault:  # of any kind, from loading somebody's file: it is the front-end's answer
             logger.warning("LoRA adapter %s is not loaded", message.lora_name, exc_info=True)
             error = str(fault) or type(fault).__name__
         await self._send(identity, LoraAdded(message.lora_int_id, error))
+
+    def _transfers_of(self, identity: bytes) -> list[str]:
+        """Those of this front-end, and of front-ends that have gone: nobody else will tell of their peers."""
+        owners = ((transfer_id, self.routes[request_id]) for request_id, transfer_id in self.transfers.items())
+        return [transfer_id for transfer_id, owner in owners if owner == identity or owner not in self.sessions]
 
     def _owns(self, identity: bytes, request_id: str) -> bool:
         """Late messages for a request that is over are normal; those for somebody else's are not obeyed."""

@@ -248,10 +248,11 @@ class MicroRequests:
                 )
         return None
 
-    def peers_lost(self, worker_ids: Iterable[str]) -> None:
-        """Of another instance, which is dead. What this means for a transfer, the workers report."""
+    def peers_lost(self, worker_ids: Iterable[str], transfer_ids: Iterable[str]) -> None:
+        """Of another instance, which is dead for the front-end of these transfers. What this means for them, the workers report."""
         self.counts["peers_lost"] += 1
-        self.commands += [("", PeerLost(worker_id)) for worker_id in worker_ids]
+        its = frozenset(transfer_ids)
+        self.commands += [("", PeerLost(worker_id, its)) for worker_id in worker_ids]
 
     def awaits_workers(self, request_id: str) -> bool:
         """Whether a beta's blocks are not the request's alone before its workers say so."""

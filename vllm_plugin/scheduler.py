@@ -112,9 +112,9 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         # vLLM asserts num_computed <= num_prompt for requests that still owe prefill statistics (scheduler.py:1076).
         request.prefill_stats = None
 
-    def peers_lost(self, worker_ids: list[str]) -> None:
-        """Another instance is dead: nothing more comes from its workers, nor goes to them."""
-        self.micro.peers_lost(worker_ids)
+    def peers_lost(self, worker_ids: list[str], transfer_ids: list[str]) -> None:
+        """Another instance is dead: of these transfers nothing more comes from its workers, nor goes to them."""
+        self.micro.peers_lost(worker_ids, transfer_ids)
 
     def blocks_came_free(self) -> None:
         """A reservation that was granted in part may grow in a step that nothing else asks for."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,9 +42,13 @@ ACK_AFTER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """This worker is dead: nothing comes from it, nor goes to it."""
+    """A front-end takes this worker for dead: of these transfers nothing comes from it, nor goes to it.
+
+    It is one opinion: where only the front-end's own connection is cut, the transfers of others go on.
+    """
 
     worker_id: str
+    transfer_ids: frozenset[str]
 
 
 Command = PeerLost | tx.Ready | tx.Retract | tx.Stop | rx.Expect | rx.Extend | rx.Complete | rx.Cancel
@@ -146,6 +150,8 @@ class Agent:
         """How often each peer was lost: what had been queued for it before is given up."""
         self._acks_due = False
         self._lanes: dict[tuple[str, str], ThreadPoolExecutor] = {}
+        self._one_sided_pushes: dict[str, Future[None]] = {}
+        """The last one of each transfer, until it is done."""
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -281,37 +287,59 @@ class Agent:
             case _AcksDue():
                 self._acks_due = False
                 self._control.send_acks()
-            case PeerLost(worker_id=worker_id):
-                self._lose(worker_id)
+            case PeerLost(worker_id=worker_id, transfer_ids=transfer_ids):
+                self._lose(worker_id, transfer_ids)
             case _ProbeDue(peer=peer):
                 self._on_lane("probe", peer, lambda: self._post(_Probed(peer, nobody_listens(peer.control))))
             case _Probed(peer=peer, gone=gone):
                 self._on_probed(peer, gone)
-            case tx.Ready() | tx.PushDone() | tx.PushFailed() | tx.Retract() | tx.Stop() | tx.ReceiverLost() | Grant() | Done() | Revoke():
-                for instruction in self._sender.handle(event):
-                    self._send_side(instruction)
+            case tx.Retract(transfer_id=transfer_id):
+                self._withdraw_push(transfer_id)
+                self._to_sender(event)
+            case tx.PushDone(transfer_id=transfer_id) | tx.PushFailed(transfer_id=transfer_id):
+                self._one_sided_pushes.pop(transfer_id, None)
+                self._to_sender(event)
+            case tx.Ready() | tx.PushWithdrawn() | tx.Stop() | tx.ReceiverLost() | Grant() | Done() | Revoke():
+                self._to_sender(event)
             case _:
                 if isinstance(event, rx.Expect):
                     self._peers[event.sender.worker_id] = event.sender
                 for received in self._receiver.handle(event):
                     self._receive_side(received)
 
-    def _lose(self, worker_id: str) -> None:
-        self._losses[worker_id] += 1
+    def _to_sender(self, event: tx.Event) -> None:
+        for instruction in self._sender.handle(event):
+            self._send_side(instruction)
+
+    def _withdraw_push(self, transfer_id: str) -> None:
+        """If it waits for its turn, behind pushes of other transfers or for a peer that does not answer: the engine's step waits for it."""
+        push = self._one_sided_pushes.get(transfer_id)
+        if push is not None and push.cancel():
+            del self._one_sided_pushes[transfer_id]
+            self._handle(tx.PushWithdrawn(transfer_id))
+
+    def _lose(self, worker_id: str, transfer_ids: frozenset[str]) -> None:
         receiving, sending = self._receiver.transfers_from(worker_id), self._sender.transfers_to(worker_id)
         known = [self._control.peer(worker_id), self._peers.get(worker_id)]
         known += [self._receiver.transfers[name].sender for name in receiving]
         known += [self._sender.transfers[name].receiver for name in sending]
         peer = next((peer for peer in known if peer is not None), None)
-        if peer is not None:
-            # What its channels wait for fails now. Not in this thread: the end of a channel is told in a store of the peer's.
+        if peer is not None and (transfer_ids.issuperset([*receiving, *sending]) or self._holds_a_channel(transfer_ids)):
+            # What its channels wait for fails now, that of others, too. Not in this thread: the end of a channel is told in a store of
+            # the peer's.
+            self._losses[worker_id] += 1
             self._on_lane("drop", peer, lambda: self._drop_two_sided(peer))
-        for name in receiving:
+        for name in transfer_ids.intersection(receiving):
             self._handle(rx.SenderLost(name))
-        for name in sending:
+        for name in transfer_ids.intersection(sending):
             self._handle(tx.ReceiverLost(name))
         if peer is not None:
             self._ask_about(peer)
+
+    def _holds_a_channel(self, transfer_ids: frozenset[str]) -> bool:
+        """Whether a push or a receive of one of these is under way, or queued."""
+        receiving = (self._receiver.transfers[name].receiving for name in transfer_ids & self._receiver.transfers.keys())
+        return any(receiving) or any(map(self._sender.is_in_flight, transfer_ids))
 
     def _ask_about(self, peer: WorkerEndpoint) -> None:
         """Asks its machine whether the process of this peer has ended, or the connection to it only."""
@@ -361,7 +389,9 @@ class Agent:
                 self._control.send(peer, message)
             case tx.Push(receiver=peer):
                 losses = self._losses[peer.worker_id]
-                self._on_lane("push", peer, lambda: self._push(instruction, losses))
+                queued = self._on_lane("push", peer, lambda: self._push(instruction, losses))
+                if instruction.number is None:  # of the others the receiver has been told, and waits for them
+                    self._one_sided_pushes[instruction.transfer_id] = queued
             case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end, took_ms=took_ms):
                 self._report(transfer_id, "sent", blocks, before_end, took_ms)  # for the record: nobody is woken
             case tx.Delivered(transfer_id=transfer_id):
@@ -399,12 +429,12 @@ class Agent:
         with self._lock:
             self._results.reports.append(report)
 
-    def _on_lane(self, direction: str, peer: WorkerEndpoint, task: Callable[[], None]) -> None:
+    def _on_lane(self, direction: str, peer: WorkerEndpoint, task: Callable[[], None]) -> Future[None]:
         """Runs tasks of one direction and peer in order, beside all others."""
         key = (direction, peer.worker_id)
         if key not in self._lanes:
             self._lanes[key] = ThreadPoolExecutor(1, thread_name_prefix=f"dynaserve-{direction}")
-        self._lanes[key].submit(task)
+        return self._lanes[key].submit(task)
 
     def _push(self, push: tx.Push, losses: int) -> None:
         """losses: of the receiver, when this was queued."""

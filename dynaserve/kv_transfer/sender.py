@@ -46,6 +46,13 @@ class PushFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PushWithdrawn:
+    """The push in flight, of a one-sided transport, was only waiting for its turn, and does not begin: its blocks are not sent."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Retract:
     """A's blocks are about to be overwritten (preemption): forget those that have not left."""
 
@@ -66,7 +73,7 @@ class ReceiverLost:
     transfer_id: str
 
 
-Event = Ready | PushDone | PushFailed | Retract | Stop | ReceiverLost | Grant | Done | Revoke
+Event = Ready | PushDone | PushFailed | PushWithdrawn | Retract | Stop | ReceiverLost | Grant | Done | Revoke
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +174,8 @@ class Sender:
                 return self._on_push_done(transfer_id, took_ms)
             case PushFailed(reason=reason):
                 return self._on_push_failed(transfer_id, reason)
+            case PushWithdrawn():
+                return self._on_push_withdrawn(transfer_id)
             case Retract():
                 if transfer := self.transfers.get(transfer_id):
                     transfer.ready.clear()
@@ -291,6 +300,11 @@ class Sender:
         transfer.broken = True
         tell: list[Instruction] = [] if aimed_at is None else [Tell(aimed_at, Broken(transfer_id, reason))]
         return tell + self._settle(transfer_id)
+
+    def _on_push_withdrawn(self, transfer_id: str) -> list[Instruction]:
+        transfer = self.transfers[transfer_id]
+        transfer.in_flight, transfer.aimed_at = (), None
+        return self._settle(transfer_id)
 
     def _on_revoke(self, transfer_id: str, receiver: WorkerEndpoint) -> list[Instruction]:
         transfer = self.transfers.get(transfer_id)
