@@ -179,6 +179,7 @@ def _campaign(args: argparse.Namespace, workloads: Sequence[str]) -> Campaign:
         duration_s=args.duration_s,
         repetitions=1,
         resolution=1.0,
+        most_runs=1,
         seed=args.seed,
         max_client_lag_ms=args.max_client_lag_ms,
         output=args.output,

@@ -45,6 +45,7 @@ def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
         duration_s=0.5,
         repetitions=1,
         resolution=1.0,
+        most_runs=1,
         seed=1,
         max_client_lag_ms=60000.0,
         output=tmp_path,

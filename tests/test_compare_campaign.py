@@ -131,6 +131,7 @@ def campaign(tmp_path: Path) -> Campaign:
         duration_s=0.3,
         repetitions=1,
         resolution=0.7,
+        most_runs=2,
         seed=1,
         max_client_lag_ms=60000.0,
         output=tmp_path / "out",

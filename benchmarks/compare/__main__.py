@@ -26,6 +26,7 @@ from benchmarks.compare import table
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import BEHIND_OURS, CANDIDATES, MOST_TOKENS, OURS, SLO_COLOCATED, STOCK, Site
 from benchmarks.parsers import add_layers, parser_of
+from dynaserve.bench.capacity import MOST_RUNS
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError, DynaServeError
@@ -129,6 +130,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
         duration_s=args.duration_s or form.duration_s,
         repetitions=args.repetitions or form.repetitions,
         resolution=args.resolution or form.resolution,
+        most_runs=args.most_runs,
         seed=args.seed,
         max_client_lag_ms=args.max_client_lag_ms,
         output=args.output or Path(f"build/bench-compare{'-quick' if args.quick else ''}"),
@@ -169,6 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repetitions", type=whole(1), metavar="N", help=f"searches of each system {both('repetitions')}")
     parser.add_argument("--resolution", type=positive, metavar="X", help=f"lowest failed / highest passed - 1 {both('resolution')}")
+    most_runs = "runs of a rate, while their error leaves open whether it is sustained"
+    parser.add_argument("--most-runs", type=whole(1), default=MOST_RUNS, metavar="N", help=f"{most_runs} {DEFAULT}")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"of the requests and arrivals {DEFAULT}")
     # The client shares its cores with the engines; how late it was is in each results.json.
     parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help=f"at P99 {DEFAULT}")

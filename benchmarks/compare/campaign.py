@@ -48,6 +48,7 @@ class Campaign:
     duration_s: float
     repetitions: int
     resolution: float
+    most_runs: int
     seed: int
     max_client_lag_ms: float
     output: Path
@@ -171,7 +172,7 @@ class Campaign:
 
     def _options(self, workload: str, tbt_slo_ms: float) -> dict[str, Any]:
         """All that decides what a turn measures, as JSON gives it back."""
-        names = ("layers", "together", "scale", "duration_s", "resolution", "seed", "max_client_lag_ms")
+        names = ("layers", "together", "scale", "duration_s", "resolution", "most_runs", "seed", "max_client_lag_ms")
         common = {name: getattr(self, name) for name in names}
         systems = {name: asdict(CANDIDATES[name]) for name in self.systems}
         traces = None if self.traces is None else str(self.traces.resolve())
@@ -182,7 +183,7 @@ class Campaign:
         return CompareOptions(
             systems=[System(name) for name in self.systems],
             replay=self.replay(workload, tbt_slo_ms),
-            search=SearchOptions(FIRST_SHARE, LEAST_SHARE, MOST_SHARE, self.resolution, self.repetitions),
+            search=SearchOptions(FIRST_SHARE, LEAST_SHARE, MOST_SHARE, self.resolution, self.repetitions, self.most_runs),
             output=self.folder(workload, tbt_slo_ms),
             side_by_side=False,
             saturates=True,

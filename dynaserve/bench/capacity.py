@@ -21,14 +21,16 @@ from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable, write_in_one_move
 
 NOT_SERVABLE, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
+MOST_RUNS = 2
 EXAMPLE = """\
 example:
   dynaserve bench capacity --url http://127.0.0.1:8000 --workload sample --rate 2 --duration-s 60 --repetitions 3
 
 A rate passes if no request fails, the P99 of all gaps between tokens is within --tbt-slo-ms, P99 TTFT within --ttft-slo-ms if it
-is given, and neither TTFT nor the longest gap of a request grows over the run by more than 0.05 s per second of arrivals. Where the
-standard error of a run leaves that open, one with other requests follows, and both together decide. Each repetition is a search of its
-own, with its own seed: requests drawn at random from the workload. The capacity is the median of the repetitions.
+is given, and neither TTFT nor the longest gap of a request grows over the run by more than 0.05 s per second of arrivals. While the
+standard error of its runs leaves that open, one with other requests follows, up to --most-runs of them, and all together decide: on a
+machine that others use, several short runs tell more than a long one. Each repetition is a search of its own, with its own seed:
+requests drawn at random from the workload. The capacity is the median of the repetitions.
 Short runs read too high: a run should be several times as long as the longest answer. --output is written after each repetition, with
 the capacity after the last one: what was measured before an error stays there.
 
@@ -37,14 +39,15 @@ exit status: 0 reported; 1 not even --least-rate passed; 2 bad option or server;
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """first_per_s, least_per_s, most_per_s: the rate tried first, and the bounds of those tried. is_near: the first one is near the
-    capacity, so that the next ones are near it."""
+    """first_per_s, least_per_s, most_per_s: the rate tried first, and the bounds of those tried. most_runs: of one rate. is_near: the
+    first one is near the capacity, so that the next ones are near it."""
 
     first_per_s: float
     least_per_s: float
     most_per_s: float
     resolution: float
     repetitions: int
+    most_runs: int = MOST_RUNS
     is_near: bool = False
 
     def near(self, rate_per_s: float) -> SearchOptions:
@@ -111,9 +114,10 @@ def run(arguments: Sequence[str]) -> int:
 def _repetitions(arguments: Sequence[str], opts: ReplayOptions, searching: SearchOptions) -> list[Repetition]:
     """All searches, each of which is in --output when it is over. Raises ConfigError."""
     found: list[Repetition] = []
+    measure = partial(trial.run, opts, most_runs=searching.most_runs)
     try:
         for number in range(searching.repetitions):
-            found.append(find(partial(trial.run, opts, confirms=True), following(searching, found), opts.seed + number, _tell))
+            found.append(find(measure, following(searching, found), opts.seed + number, _tell))
             if opts.output is not None:
                 _write(opts.output, arguments, opts, found, complete=len(found) == searching.repetitions)
     except (ConfigError, KeyboardInterrupt) as error:
@@ -130,6 +134,13 @@ def add_search(group: Any) -> None:
     group.add_argument(
         "--resolution", type=options.positive, default=0.05, metavar="X", help="lowest failed / highest passed - 1 (default: 0.05)"
     )
+    group.add_argument(
+        "--most-runs",
+        type=options.whole(1),
+        default=MOST_RUNS,
+        metavar="N",
+        help="of one rate, while they leave it open (default: %(default)s)",
+    )
     group.add_argument("--least-rate", type=options.positive, metavar="R", help="lowest rate tried (default: --rate / 64)")
     group.add_argument("--most-rate", type=options.positive, metavar="R", help="highest rate tried (default: --rate x 64)")
 
@@ -141,7 +152,7 @@ def search_options(args: argparse.Namespace) -> SearchOptions:
     least, most = args.least_rate or args.rate / 64, args.most_rate or args.rate * 64
     if not least <= args.rate <= most:
         raise ConfigError(f"--rate {args.rate:g} is not between --least-rate {least:g} and --most-rate {most:g}")
-    return SearchOptions(args.rate, least, most, args.resolution, args.repetitions)
+    return SearchOptions(args.rate, least, most, args.resolution, args.repetitions, args.most_runs)
 
 
 def drawn_options(args: argparse.Namespace) -> ReplayOptions:
@@ -209,7 +220,7 @@ def bracket(repetition: Repetition) -> str:
 def trial_data(run: Trial) -> dict[str, Any]:
     """For the raw data, without the single requests."""
     fields = {name: getattr(run, name) for name in ("rate_per_s", "seed", "model", "not_sustained", "front_cores")}
-    return fields | {"summary": asdict(run.summary), "second": run.second and asdict(run.second)}
+    return fields | {"summary": asdict(run.summary), "others": [asdict(other) for other in run.others]}
 
 
 def repetition_data(one: Repetition) -> dict[str, Any]:
@@ -231,7 +242,7 @@ def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Seq
 
 
 def verdict_of(run: Trial) -> str:
-    return f"{run.not_sustained or 'passed'}{' (of two runs)' if run.second else ''}"
+    return f"{run.not_sustained or 'passed'}{f' (of {1 + len(run.others)} runs)' if run.others else ''}"
 
 
 def _tell(run: Trial) -> None:

@@ -216,7 +216,8 @@ class Measurement:
 
     def _run(self, running: Running, rate_per_s: float, seed: int) -> Trial:
         opts = replace(self.opts.replay, urls=running.urls)
-        run = trial.run(opts, rate_per_s, seed, front_pids=running.front_pids, gives_up=self.opts.gives_up, confirms=True)
+        gives_up, most_runs = self.opts.gives_up, self.opts.search.most_runs
+        run = trial.run(opts, rate_per_s, seed, front_pids=running.front_pids, gives_up=gives_up, most_runs=most_runs)
         running.check()
         return run
 

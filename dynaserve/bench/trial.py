@@ -22,15 +22,15 @@ from workloads.trace import TraceRequest
 
 ATTEMPTS = 3
 FEWEST_AT_ONCE = 8
-_SECOND_SEED = 1 << 20
-"""More than the first one's: no repetition has it."""
+_NEXT_SEED = 1 << 20
+"""More than the last run's: no repetition has it."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """not_sustained: why, or None. model: what the server calls it. front_cores: that the processes in front of the servers kept busy,
-    on average; None: they are not known. promising_per_s: of a rate that was not sustained, as `verdict.Verdict` tells. second: of the
-    run that has decided together with the first one, which all other figures are of; None: there was none."""
+    on average; None: they are not known. promising_per_s: of a rate that was not sustained, as `verdict.Verdict` tells. others: of the
+    runs that have decided together with the first one, which all other figures are of."""
 
     rate_per_s: float
     seed: int
@@ -40,7 +40,7 @@ class Trial:
     records: Sequence[RequestRecord] = ()
     front_cores: float | None = None
     promising_per_s: float | None = None
-    second: Summary | None = None
+    others: Sequence[Summary] = ()
 
 
 class NotTrusted(ConfigError):
@@ -54,18 +54,17 @@ def run(
     *,
     front_pids: Sequence[int] = (),
     gives_up: bool = False,
-    confirms: bool = False,
+    most_runs: int = 1,
     attempts: int = ATTEMPTS,
 ) -> Trial:
     """Replays at that rate. The same seed has the same requests in the same order, at any rate, of other tokens each time.
 
     gives_up: nothing more is sent once P99 TBT is over its SLO whatever comes; whether the rate was sustained is the same.
-    confirms: where the errors of a run leave open whether its rate is sustained, one with other requests follows, and both together
-    decide. attempts: how often a run in which the client was late is tried in all; then NotTrusted is raised.
+    most_runs: while the errors of the runs leave open whether their rate is sustained, one with other requests follows, up to so many in
+    all, and all together decide. attempts: how often a run in which the client was late is tried in all; then NotTrusted is raised.
     """
     opts = replace(opts, rate_per_s=rate_per_s)
-    seeds = (seed, seed + _SECOND_SEED) if confirms else (seed,)
-    plans = [replay.plan_requests(replace(opts, seed=each)) for each in seeds]
+    plans = [replay.plan_requests(replace(opts, seed=seed + number * _NEXT_SEED)) for number in range(most_runs)]
     gaps = sum(request.output_tokens - 1 for requests in plans for request in requests)
     cause, done = LostCause(gaps, opts.slo), list[_Done]()
     for requests in plans:
@@ -77,9 +76,8 @@ def run(
             break
     first, *others = done
     promising_per_s = None if verdict.reason is None else rate_per_s * verdict.promising_share
-    second = others[0].summary if others else None
-    records = first.records
-    return Trial(rate_per_s, seed, first.model, first.summary, verdict.reason, records, first.front_cores, promising_per_s, second)
+    told = [one.summary for one in others]
+    return Trial(rate_per_s, seed, first.model, first.summary, verdict.reason, first.records, first.front_cores, promising_per_s, told)
 
 
 def saturation(opts: ReplayOptions, seed: int) -> float:
