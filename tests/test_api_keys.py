@@ -23,7 +23,8 @@ def status(path: str, keys: list[str], header: str | None, host: str | None = "1
         app = FastAPI()
         endpoint = FrontendEndpoint()
         endpoint.attach_router(app)
-        llm = SimpleNamespace(engine_core=SimpleNamespace(instances={}, frontend_id="f"))
+        llm = SimpleNamespace(engine_core=SimpleNamespace(instances={}, frontend_id="f", know_adapters=lambda _: None))
+        app.state.openai_serving_models = SimpleNamespace(lora_requests={})
         await endpoint.init_state(llm, app.state, Namespace(api_key=keys, host=host, uds=uds))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://frontend") as client:
             headers = {} if header is None else {"Authorization": header}
