@@ -22,6 +22,7 @@ from dynaserve.files import check_replaceable, write_in_one_move
 
 NOT_SERVABLE, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
 MOST_RUNS = 2
+"""Of one rate, unless more are asked for."""
 EXAMPLE = """\
 example:
   dynaserve bench capacity --url http://127.0.0.1:8000 --workload sample --rate 2 --duration-s 60 --repetitions 3
