@@ -2,11 +2,11 @@
 
 SmolLM2-135M, or its first layers, on one core for each instance; the client and the front-ends share these cores. Each workload at each SLO
 is one comparison as `dynaserve bench compare` makes it. First two instances learn how long steps take here; every start begins with that.
-In each repetition every system is started once, and once for each SLO where it goes by it. While it runs it has its turn of every workload:
-a request for each second of a run, all at once (which warms it up, and the first time tells its saturation rate), then the search for its
-capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output folder: a run that was stopped, or
-one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over all workloads for each SLO. With
---together 2 each two systems are up at the same time, and their runs alternate.
+In each repetition every system is started once, and once for each SLO where it goes by it. While it runs it has its turn of every
+workload: a request for each second of a run, at least 40, all at once (which warms it up, and the first time tells its saturation rate),
+then the search for its capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output folder: a
+run that was stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over all
+workloads for each SLO. With --together 2 each two systems are up at the same time, and their runs alternate.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Campaign:
                         self._take_turns(number, serving)
 
     def teach(self, running: Running) -> None:
-        """Of each workload a request for each second of a run, all at once. Raises ConfigError."""
+        """Of each workload what tells a saturation, all at once. Raises ConfigError."""
         for workload in self.workloads:
             opts = replace(self.replay(workload, self.tbt_slos_ms[0]), urls=running.urls)
             rate_per_s = trial.saturation(opts, self.seed)
