@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -13,7 +12,8 @@ from fastapi import FastAPI
 
 from dynaserve.errors import ConfigError
 from dynaserve.serve import read_api_keys
-from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
+from tests import frontend_app
+from vllm_plugin.frontend_routes import choose_host
 
 
 def status(path: str, keys: list[str], header: str | None, host: str | None = "127.0.0.1", uds: str | None = None) -> int:
@@ -21,11 +21,7 @@ def status(path: str, keys: list[str], header: str | None, host: str | None = "1
 
     async def ask() -> int:
         app = FastAPI()
-        endpoint = FrontendEndpoint()
-        endpoint.attach_router(app)
-        llm = SimpleNamespace(engine_core=SimpleNamespace(instances={}, frontend_id="f", know_adapters=lambda _: None))
-        app.state.openai_serving_models = SimpleNamespace(lora_requests={})
-        await endpoint.init_state(llm, app.state, Namespace(api_key=keys, host=host, uds=uds))
+        await frontend_app.attach(app, keys, host=host, uds=uds)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://frontend") as client:
             headers = {} if header is None else {"Authorization": header}
             return (await client.get(path, headers=headers)).status_code

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -18,9 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.entrypoints.serve.instrumentator.metrics import attach_router as attach_metrics
 
 from dynaserve.fleet_view import Snapshot
-from tests import looked_at
+from tests import frontend_app, looked_at
 from tests.looked_at import B
-from vllm_plugin.frontend_routes import FrontendEndpoint
 
 
 def run(scenario: Callable[[httpx.AsyncClient], Awaitable[None]], keys: list[str]) -> None:
@@ -29,12 +26,7 @@ def run(scenario: Callable[[httpx.AsyncClient], Awaitable[None]], keys: list[str
     async def with_frontend() -> None:
         app = FastAPI()
         attach_metrics(app)
-        endpoint = FrontendEndpoint()
-        endpoint.attach_router(app)
-        known = {"watch": lambda _: None, "know_adapters": lambda _: None, "retry_after_s": 0.0}
-        client = SimpleNamespace(snapshot=looked_at.snapshot, **known)
-        app.state.openai_serving_models = SimpleNamespace(lora_requests={})
-        await endpoint.init_state(SimpleNamespace(engine_core=client), app.state, Namespace(api_key=keys, host="127.0.0.1", uds=None))
+        await frontend_app.attach(app, keys)
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://frontend") as http,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,9 +20,8 @@ pytest.importorskip("vllm")
 
 from dynaserve import fleet_view
 from dynaserve.local.fleet import free_ports
-from tests import looked_at
+from tests import frontend_app, looked_at
 from tests.looked_at import HOSTILE
-from vllm_plugin.frontend_routes import FrontendEndpoint
 
 KEY = "sesame"
 PATIENCE_S = 30
@@ -46,19 +43,8 @@ class Served:
 @contextmanager
 def serving(keys: list[str], port: int | None = None) -> Iterator[Served]:
     served = Served(free_ports(1)[0] if port is None else port)
-    client = SimpleNamespace(
-        snapshot=lambda: served.snapshot,
-        watch=lambda _: None,
-        know_adapters=lambda _: None,
-        retry_after_s=0.0,
-        instances={},
-        frontend_id="f",
-    )
     app = FastAPI()
-    app.state.openai_serving_models = SimpleNamespace(lora_requests={})
-    endpoint = FrontendEndpoint()
-    endpoint.attach_router(app)
-    asyncio.run(endpoint.init_state(SimpleNamespace(engine_core=client), app.state, Namespace(api_key=keys, host="127.0.0.1", uds=None)))
+    asyncio.run(frontend_app.attach(app, keys, lambda: served.snapshot))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=served.port, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -11,10 +11,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
-
-from vllm.v1.engine import EngineCoreRequest
 
 from dynaserve import frontend_metrics
 from dynaserve.errors import ConfigError
@@ -23,10 +20,11 @@ from dynaserve.fleet_links import FleetLinks
 from dynaserve.kv_transfer.transports import TWO_SIDED
 from dynaserve.liveness import JOINED, REMOVED, Changed, Health
 from dynaserve.messages import SenderLost
-from dynaserve.request_flow import Event, InstanceDied, InstanceStopping, Instruction, RequestFlow, Side, State
+from dynaserve.request_flow import Event, InstanceDied, InstanceStopping, Instruction, Side, State
 from dynaserve.request_log import of_request
 from dynaserve.request_placer import RequestPlacer
 from vllm_plugin.adapters import AdapterLoader
+from vllm_plugin.live import Live
 from vllm_plugin.orphans import Orphans
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
@@ -37,25 +35,6 @@ LOAD_AGAIN_S = 5.0
 """After an instance that has come back could not load an adapter."""
 MOST_LOST = 3
 """Instances that one request may lose: it may be what ends them (decision 8)."""
-
-
-@dataclass(eq=False)
-class Live:
-    """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances. expect_again_ms: when to look again at
-    when its hand-off, which shows, will come."""
-
-    flow: RequestFlow
-    request: EngineCoreRequest
-    transport: str
-    transfer_id: str
-    arrived_s: float
-    chunked: bool
-    expect_again_ms: float = -math.inf
-
-    @property
-    def internal_id(self) -> str:
-        """The id that AsyncLLM knows."""
-        return str(self.request.request_id)
 
 
 class Failover:

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from dynaserve import fleet, fleet_view, frontend_metrics
 from dynaserve.admission import Admission
@@ -37,25 +37,7 @@ from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import PlacementReason
 from dynaserve.instance_file import InstanceFile
 from dynaserve.length_predictor import LengthQuery
-from dynaserve.messages import (
-    Abort,
-    Announce,
-    Beat,
-    Continue,
-    Dropped,
-    Expect,
-    FromInstance,
-    Lifted,
-    LoraAdded,
-    Move,
-    Parked,
-    Prepare,
-    PromptProgress,
-    Release,
-    Run,
-    Step,
-    ToInstance,
-)
+from dynaserve.messages import Beat, Dropped, FromInstance, Lifted, LoraAdded, Parked, PromptProgress, Step
 from dynaserve.messages import Event as InstanceEvent
 from dynaserve.records import RecordBook, RequestRecord, TokenGaps
 from dynaserve.request_flow import (
@@ -65,13 +47,7 @@ from dynaserve.request_flow import (
     Forward,
     Instruction,
     PlaceAgain,
-    SendAbort,
     SendAnnounce,
-    SendContinue,
-    SendMove,
-    SendPrepare,
-    SendRelease,
-    SendRun,
     Side,
     State,
     StopString,
@@ -80,21 +56,15 @@ from dynaserve.request_flow import (
     new_flow,
 )
 from dynaserve.request_log import of_request
-from dynaserve.request_placer import REPORT_EVERY_MS, Decision, RequestFacts, RequestPlacer, RequestProgress
+from dynaserve.request_placer import REPORT_EVERY_MS, Decision, RequestFacts, RequestPlacer
+from vllm_plugin import progress
 from vllm_plugin.adapters import AdapterLoader, with_fleet_id
-from vllm_plugin.failover import Failover, Live
+from vllm_plugin.failover import Failover
+from vllm_plugin.live import Live
 from vllm_plugin.orphans import PATIENCE_S, Orphans
-from vllm_plugin.outputs import resumed, translated
-from vllm_plugin.requests import (
-    BEST_EFFORT_ARG,
-    TTFT_ARG,
-    CutRequest,
-    cache_key,
-    check_extra_args,
-    check_frames,
-    check_speculation,
-    why_whole,
-)
+from vllm_plugin.outbox import Outbox
+from vllm_plugin.outputs import translated
+from vllm_plugin.requests import BEST_EFFORT_ARG, TTFT_ARG, CutRequest, cache_key, check_extra_args, check_speculation, why_whole
 from vllm_plugin.stock_link import StockLink, carries
 
 logger = logging.getLogger("vllm.dynaserve.frontend")
@@ -157,7 +127,7 @@ class FleetClient(Failover):
         self._told_load = SchedulerStats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
-        self._encoder = MsgpackEncoder()
+        self._outbox = Outbox(self.frontend_id, self._links)
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._adapters = AdapterLoader(self._links.send)
         self._header_decoder: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
@@ -453,7 +423,8 @@ class FleetClient(Failover):
             told = step.load.prompts
             if self._placer.wants_progress(instance, now_ms, told=told is not None):
                 lives = self._on_instance(instance, now_ms)
-                self._placer.report(instance, self._progress(lives, instance, told), now_ms)
+                begun = None if told is None else self._begun(told)
+                self._placer.report(instance, progress.of_instance(lives, instance, begun), now_ms)
                 await self._revise(lives, instance, now_ms)
                 for live in lives:
                     await self._expect(live, instance, now_ms)
@@ -466,7 +437,7 @@ class FleetClient(Failover):
         forwarded: list[EngineCoreOutput] = []
         try:
             for output in outputs:
-                if found := self._find(output.request_id):
+                if found := self._outbox.find(output.request_id, self._live):
                     live, side = found
                     reason = None if output.finish_reason is None else str(output.finish_reason)
                     if reason == "abort" and live.flow.needs(side):
@@ -479,17 +450,8 @@ class FleetClient(Failover):
 
     async def _on_events(self, events: Iterable[InstanceEvent]) -> None:
         for event in events:
-            if found := self._find(event.request_id):
+            if found := self._outbox.find(event.request_id, self._live):
                 await self._handle(found[0], found[1], event)
-
-    def _find(self, wire_id: str) -> tuple[Live, Side] | None:
-        """None: of a request that is over, of an earlier attempt at it, or of a half that it does not have."""
-        request_id, _, micro = wire_id.removesuffix(f"@{self.frontend_id}").rpartition("/")
-        side, _, attempt = micro.partition(".")
-        live = self._live.get(request_id)
-        if live is None or attempt != str(live.flow.attempt) or side not in live.flow.sides:
-            return None
-        return live, Side(side)
 
     async def _handle(self, live: Live, side: Side, event: Event) -> bool:
         """True: the output that carried this event goes to the client."""
@@ -537,6 +499,11 @@ class FleetClient(Failover):
             each_ms = kv.push_ms / len(description.workers)
             self._placer.learn_transfer(tokens, each_ms, on_host=description.computes_on_host)
 
+    def _begun(self, told: Sequence[PromptProgress]) -> dict[str, int]:
+        """Computed tokens by internal id."""
+        found = ((self._outbox.find(prompt.request_id, self._live), prompt.computed_tokens) for prompt in told)
+        return {one[0].internal_id: computed for one, computed in found if one is not None}
+
     def _on_instance(self, instance: str, now_ms: float) -> list[Live]:
         """Requests with a part there, as of some time ago: who uses them looks at each. Going through all for each instance would
         cost as many times more as there are instances."""
@@ -564,24 +531,7 @@ class FleetClient(Failover):
             return
         # A prediction over a long queue takes a millisecond, and says little of what is far ahead.
         live.expect_again_ms = now_ms + _LOOKED_AT_AGAIN * in_ms
-        await self._send(beta.instance_id, Expect(self._wire_id(live, Side.BETA), in_ms))
-
-    def _progress(self, lives: Iterable[Live], instance: str, told: Sequence[PromptProgress] | None) -> Iterator[RequestProgress]:
-        """Of those that the instance has told, or that answer; where it has told, what it did not name has not begun, or is a beta."""
-        prompts = {found[0].internal_id: prompt.computed_tokens for prompt in told or () if (found := self._find(prompt.request_id))}
-        for live in lives:
-            flow, record, name = live.flow, live.flow.record, live.internal_id
-            part = record.beta if flow.state is State.BETA else record.alpha
-            runs = flow.state in (State.WHOLE, State.BETA) or (flow.state is State.ALPHA and flow.parked_at is None)
-            if not runs or part is None or part.instance != instance:
-                continue
-            replayed = record.lost_attempts[-1].output_tokens if record.lost_attempts else 0
-            if name in prompts:
-                yield RequestProgress(name, prompts[name], record.output_tokens)
-            elif record.output_tokens > replayed:
-                yield RequestProgress(name, record.prompt_tokens + record.output_tokens - 1, record.output_tokens)
-            elif told is not None and flow.state is not State.BETA:
-                yield RequestProgress(name, 0, 0, begun=False)
+        await self._outbox.expect(live, beta.instance_id, in_ms)
 
     # -- to instances --------------------------------------------------------------------------------------------------
 
@@ -600,39 +550,9 @@ class FleetClient(Failover):
                 case Unavailable(reason=reason, status=status):
                     frontend_metrics.UNAVAILABLE.labels(int(status)).inc()
                     self.on_unavailable(live.internal_id, reason, status)
-                case SendRun(instance_id=name, hand_off_at=hand_off, output_token_ids=tokens):
-                    transfer_id = None if hand_off is None else live.transfer_id
-                    wire_id, end_token = self._wire_id(live, Side.ALPHA), live.flow.placement.end_token
-                    run = Run(wire_id, hand_off, transfer_id, live.chunked, list(tokens), end_token)
-                    await self._send(name, run, resumed(live.request) if tokens else live.request)
-                case SendAnnounce(instance_id=name, hand_off_at=hand_off):
-                    await self._send(name, self._announce(live, hand_off), live.request)
+                case SendAnnounce():
+                    await self._outbox.carry_out(live, instruction)
                     await self._expect(live, live.flow.placement.alpha.instance_id, 1e3 * time.monotonic())
-                case SendContinue(instance_id=name, hand_off_at=hand_off, output_token_ids=known):
-                    await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off, known))
-                case SendPrepare(instance_id=name):
-                    await self._send(name, Prepare(self._wire_id(live, Side.BETA)))
-                case SendMove(side=side, instance_id=name, hand_off_at=hand_off):
-                    await self._send(name, Move(self._wire_id(live, side), hand_off))
-                case SendRelease(instance_id=name):
-                    await self._send(name, Release(self._wire_id(live, Side.ALPHA)))
-                case SendAbort(instance_id=name):
-                    attempts = range(live.flow.attempt + 1)
-                    await self._send(name, Abort([self._wire_id(live, side, attempt) for side in Side for attempt in attempts]))
+                case _:
+                    await self._outbox.carry_out(live, instruction)
         return forward
-
-    def _announce(self, live: Live, hand_off_at: int) -> Announce:
-        senders = self.instances[live.flow.placement.alpha.instance_id].description.workers
-        endpoints = [worker.endpoint for worker in senders]
-        wire_id, end_token = self._wire_id(live, Side.BETA), live.flow.placement.end_token
-        return Announce(wire_id, hand_off_at, live.transfer_id, live.transport, endpoints, end_token)
-
-    def _wire_id(self, live: Live, side: Side, attempt: int | None = None) -> str:
-        """Unique over front-ends, their restarts, and the attempts at a request. attempt: None is the present one."""
-        return f"{live.internal_id}/{side.value}.{live.flow.attempt if attempt is None else attempt}@{self.frontend_id}"
-
-    async def _send(self, instance: str, message: ToInstance, request: EngineCoreRequest | None = None) -> None:
-        frames: Sequence[Any] = ()
-        if request is not None:
-            check_frames(frames := self._encoder.encode(request))
-        await self._links.send(instance, message, frames)
