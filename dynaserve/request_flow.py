@@ -173,9 +173,8 @@ class Unavailable:
     status: int
 
 
-Instruction = (
-    PlaceAgain | Unavailable | SendRun | SendAnnounce | SendPrepare | SendContinue | SendMove | SendRelease | SendAbort | Forward | Fail
-)
+ToSend = SendRun | SendAnnounce | SendPrepare | SendContinue | SendMove | SendRelease | SendAbort
+Instruction = PlaceAgain | Unavailable | ToSend | Forward | Fail
 
 
 @dataclass

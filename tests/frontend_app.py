@@ -21,7 +21,7 @@ async def attach(
     host: str | None = "127.0.0.1",
     uds: str | None = None,
 ) -> None:
-    """As vLLM starts it, without adapters. snapshot: of a fleet without instances otherwise."""
+    """As vLLM starts it, without adapters. snapshot: what the client shows; everything else that it is asked for is of no instance."""
     endpoint = FrontendEndpoint()
     endpoint.attach_router(app)
     client = SimpleNamespace(

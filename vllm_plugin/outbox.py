@@ -10,12 +10,10 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve.fleet_links import FleetLinks
 from dynaserve.messages import Abort, Announce, Continue, Expect, Move, Prepare, Release, Run, ToInstance
-from dynaserve.request_flow import SendAbort, SendAnnounce, SendContinue, SendMove, SendPrepare, SendRelease, SendRun, Side
+from dynaserve.request_flow import SendAbort, SendAnnounce, SendContinue, SendMove, SendPrepare, SendRelease, SendRun, Side, ToSend
 from vllm_plugin.live import Live
 from vllm_plugin.outputs import resumed
 from vllm_plugin.requests import check_frames
-
-Sent = SendRun | SendAnnounce | SendContinue | SendPrepare | SendMove | SendRelease | SendAbort
 
 
 class Outbox:
@@ -27,7 +25,7 @@ class Outbox:
         self._links = links
         self._encoder = MsgpackEncoder()
 
-    async def carry_out(self, live: Live, instruction: Sent) -> None:
+    async def carry_out(self, live: Live, instruction: ToSend) -> None:
         """Raises GracefulHTTPError, and sends nothing, where a request is too large for an instance."""
         name = instruction.instance_id
         match instruction:
