@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaserve.bench import capacity, options, replay
-from dynaserve.bench.capacity import Repetition, SearchOptions, following
-from dynaserve.bench.measures import Slo
+from dynaserve.bench.capacity import Repetition, SearchOptions, following, verdict_of
+from dynaserve.bench.measures import Slo, summarize
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.search import FACTOR, Found, highest_rate, steps
+from dynaserve.bench.trial import Trial
 from dynaserve.bench.verdict import LostCause, Verdict, growth, judged
 from tests.completion_server import Act, CompletionServer, running_server
 
@@ -114,6 +115,16 @@ def queue(load: float, seed: int, requests: int = 2000) -> list[RequestRecord]:
         free_at_s = max(free_at_s, sent_s) + 0.1
         records.append(record(index, sent_s, free_at_s - sent_s))
     return records
+
+
+def test_a_run_that_is_short_beside_its_requests_is_told() -> None:
+    def told(apart_s: float, not_sustained: str | None = None) -> str:
+        records = [record(index, apart_s * index, 1.0, gap_s=1.0) for index in range(10)]
+        return verdict_of(Trial(1.0, 1, "m", summarize(records, [], SLO), not_sustained))
+
+    assert told(apart_s=1.2) == "passed"
+    assert told(apart_s=0.5) == "passed; too short to be sure: a request takes 5 s of its 9.5, so batches have hardly filled"
+    assert told(0.5, "P99 TBT 120.0 ms") == "P99 TBT 120.0 ms"
 
 
 def verdict(records: list[RequestRecord], slo: Slo = SLO) -> str | None:

@@ -95,3 +95,16 @@ def test_a_part_of_a_table_that_has_no_parts_is_refused(tmp_path: Path, capsys: 
             command("table1", "--gpu-grid", str(tmp_path / "grid.csv"), "--traces", str(tmp_path), *part)
         assert end.value.code == 2
         assert "are of baselines, oracle, plans, not of table1" in capsys.readouterr().err
+
+
+def test_the_oracle_takes_the_cuts_and_seeds_that_it_is_told(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "oracle.csv"
+    few = ("--requests", "60", "--seeds", "2", "--stride-tokens", "512")
+    command("oracle", "--gpu-grid", str(grid), *few, "--workloads", "table1-balanced", "--tbt-slo-ms", "100", "--output", str(out))
+    with out.open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["what"].startswith("table1-balanced at 100 ms: dynamic / oracle, exhaustive")
+    assert 0.9 < float(row["here"]) < 1.2
+    with pytest.raises(SystemExit):
+        command("figure5", "--gpu-grid", str(grid), "--seeds", "2")
+    assert "of oracle, not of figure5" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper import baselines, figures, oracle, setting, tables, why
@@ -60,16 +61,23 @@ def main(arguments: Sequence[str]) -> None:
     tables = f"of {', '.join(OVER_MANY)}"
     parser.add_argument("--workloads", nargs="+", choices=baselines.FIRST_PER_S, metavar="NAME", help=f"{tables} (default: all)")
     parser.add_argument("--tbt-slo-ms", nargs="+", metavar="MS", help=f"{tables} (default: 100 50)")
+    parser.add_argument(
+        "--stride-tokens", type=options.whole(1), metavar="N", help="of oracle: between the cuts that it tries (default: 16)"
+    )
+    parser.add_argument("--seeds", type=options.whole(2), metavar="N", help="of oracle: runs of each policy (default: 10)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as CSV")
     args = parser.parse_args(arguments)
     if args.what not in OVER_MANY and (args.workloads or args.tbt_slo_ms):
         parser.error(f"--workloads and --tbt-slo-ms are {tables}, not of {args.what}")
+    if args.what != "oracle" and (args.stride_tokens or args.seeds):
+        parser.error(f"--stride-tokens and --seeds are of oracle, not of {args.what}")
     slos_ms = args.tbt_slo_ms or setting.SLOS_MS
     rows: list[Row] = []
     try:
         if args.output is not None:
             check_replaceable(args.output)
         bench = Bench(args.gpu_grid, args.traces, args.requests, args.repetitions, workloads=args.workloads, slos_ms=slos_ms)
+        bench = replace(bench, stride_tokens=args.stride_tokens or bench.stride_tokens, seeds=args.seeds or bench.seeds)
         for row in COMMANDS[args.what](bench):
             rows.append(row)
             print(f"{row.what}: {row.here:.4g}", file=sys.stderr, flush=True)

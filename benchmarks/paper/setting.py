@@ -75,7 +75,8 @@ class Bench:
     """Where the data is, and how long each run is.
 
     traces None: only fixed shapes and mini-reasoning can be loaded. requests None: all that the workload has, or --duration-s.
-    workloads, slos_ms: of a table over many; workloads None: all of it.
+    workloads, slos_ms: of a table over many; workloads None: all of it. stride_tokens, seeds: of `oracle`: how far apart it tries
+    cuts, and how many runs of each policy.
     """
 
     grid: Path
@@ -85,6 +86,8 @@ class Bench:
     model: Model = MODELS["14b"]
     workloads: Sequence[str] | None = None
     slos_ms: Sequence[str] = SLOS_MS
+    stride_tokens: int = 16
+    seeds: int = 10
 
     def chosen(self, first_per_s: Mapping[str, float]) -> dict[str, float]:
         """Of a table's workloads those that are wanted. Raises ConfigError where it lacks one of them, WorkloadError where one cannot be

@@ -23,6 +23,8 @@ from dynaserve.files import check_replaceable, write_in_one_move
 NOT_SERVABLE, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
 MOST_RUNS = 2
 """Of one rate, unless more are asked for."""
+ANSWERS_IN_A_RUN = 3
+"""How many times the median of its requests' end-to-end times a run takes: in a shorter one decodes have hardly gathered when it ends."""
 EXAMPLE = """\
 example:
   dynaserve bench capacity --url http://127.0.0.1:8000 --workload sample --rate 2 --duration-s 60 --repetitions 3
@@ -243,7 +245,15 @@ def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Seq
 
 
 def verdict_of(run: Trial) -> str:
-    return f"{run.not_sustained or 'passed'}{f' (of {1 + len(run.others)} runs)' if run.others else ''}"
+    return f"{run.not_sustained or 'passed'}{f' (of {1 + len(run.others)} runs)' if run.others else ''}{_brevity(run)}"
+
+
+def _brevity(run: Trial) -> str:
+    """What there is to say against a run that passed."""
+    e2e_ms, duration_s = run.summary.e2e_ms, run.summary.duration_s
+    if run.not_sustained or e2e_ms is None or ANSWERS_IN_A_RUN * e2e_ms.p50 <= 1e3 * duration_s:
+        return ""
+    return f"; too short to be sure: a request takes {e2e_ms.p50 / 1e3:.2g} s of its {duration_s:.2g}, so batches have hardly filled"
 
 
 def _tell(run: Trial) -> None:

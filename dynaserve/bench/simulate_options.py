@@ -20,8 +20,9 @@ sustained, as `dynaserve bench capacity` does, from --rate on.
 
 --expect says what policies that predict know of the answers' lengths; by default they know them exactly. Without
 --kv-gbytes-per-s the KV moves at no cost but --hand-off-ms. Policies beside those of `dynaserve serve`: round-robin;
-exhaustive, which is dynamic with every cut tried at each 16th token; dynamic:gather=K and exhaustive:gather=K, where K instances
-gather decodes whatever the fleet plan says; fixed:RATIO:one-way, where the first half of the instances begins all requests.
+exhaustive, which is dynamic with every cut tried at each 16th token, or as far apart as exhaustive:stride=TOKENS says;
+dynamic:gather=K and exhaustive:gather=K, where K instances gather decodes whatever the fleet plan says; fixed:RATIO:one-way, where
+the first half of the instances begins all requests.
 
 Not modelled: prefix caches, the front-end's time; of the local scheduler its order by TTFT SLO and overtaking, its ten seconds of
 patience and how its margin follows errors: the simulator is first come, first served, with a margin by --step-sigma, and with
