@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import baselines
-from benchmarks.paper.setting import Row, write
+from benchmarks.paper.oracle import ORACLES
+from benchmarks.paper.setting import Bench, Row, write
+from dynaserve.bench.simulate import SimulatedRun
 
 COLUMNS = "model,system,tp,prefill_new,prefill_cached,decode_n,decode_ctx,ms"
 TRACE = "arrived_at_s,prompt_tokens,output_tokens"
@@ -97,7 +99,17 @@ def test_a_part_of_a_table_that_has_no_parts_is_refused(tmp_path: Path, capsys: 
         assert "are of baselines, oracle, plans, not of table1" in capsys.readouterr().err
 
 
-def test_the_oracle_takes_the_cuts_and_seeds_that_it_is_told(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_oracle_takes_the_cuts_and_seeds_that_it_is_told(
+    grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, str]] = []
+    run = Bench.run
+
+    def noted(bench: Bench, workload: str, *more: str) -> SimulatedRun:
+        ran.append((more[more.index("--policy") + 1], more[more.index("--seed") + 1]))
+        return run(bench, workload, *more)
+
+    monkeypatch.setattr(Bench, "run", noted)
     out = tmp_path / "oracle.csv"
     few = ("--requests", "60", "--seeds", "2", "--stride-tokens", "512")
     command("oracle", "--gpu-grid", str(grid), *few, "--workloads", "table1-balanced", "--tbt-slo-ms", "100", "--output", str(out))
@@ -105,6 +117,7 @@ def test_the_oracle_takes_the_cuts_and_seeds_that_it_is_told(grid: Path, tmp_pat
         (row,) = csv.DictReader(file)
     assert row["what"].startswith("table1-balanced at 100 ms: dynamic / oracle, exhaustive")
     assert 0.9 < float(row["here"]) < 1.2
+    assert sorted(ran) == sorted((policy, seed) for policy in ("dynamic", *(f"{it}:stride=512" for it in ORACLES)) for seed in "12")
     with pytest.raises(SystemExit):
         command("figure5", "--gpu-grid", str(grid), "--seeds", "2")
     assert "of oracle, not of figure5" in capsys.readouterr().err

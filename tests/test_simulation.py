@@ -478,7 +478,7 @@ def test_a_grid_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (("--gpu-grid", "nosuch.csv"), "not 2 of them"),
         (("--policy", "best"), "policy is 'best'"),
         (("--policy", "dynamic:gather=2"), "at most 1 can gather"),
-        (("--policy", "dynamic:stride=16"), "policy is 'dynamic:stride=16'"),
+        (("--policy", "dynamic:stride=16"), "only exhaustive tries cuts at a stride"),
         (("--policy", "exhaustive:stride=0"), "one token apart or more"),
         (("--expect", "lognormal"), "--expect is 'lognormal'"),
         (("--layers", "4"), "are needed together"),

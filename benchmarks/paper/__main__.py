@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper import baselines, figures, oracle, setting, tables, why
 from benchmarks.paper.setting import Bench, Row
-from dynaserve.bench import options
+from dynaserve.bench import options, simulated_policy
 from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable
 from workloads.trace import WorkloadError
@@ -61,10 +60,9 @@ def main(arguments: Sequence[str]) -> None:
     tables = f"of {', '.join(OVER_MANY)}"
     parser.add_argument("--workloads", nargs="+", choices=baselines.FIRST_PER_S, metavar="NAME", help=f"{tables} (default: all)")
     parser.add_argument("--tbt-slo-ms", nargs="+", metavar="MS", help=f"{tables} (default: 100 50)")
-    parser.add_argument(
-        "--stride-tokens", type=options.whole(1), metavar="N", help="of oracle: between the cuts that it tries (default: 16)"
-    )
-    parser.add_argument("--seeds", type=options.whole(2), metavar="N", help="of oracle: runs of each policy (default: 10)")
+    stride, seeds = simulated_policy.USUAL_STRIDE_TOKENS, setting.SEEDS
+    parser.add_argument("--stride-tokens", type=options.whole(1), metavar="N", help=f"of oracle: between its cuts (default: {stride})")
+    parser.add_argument("--seeds", type=options.whole(2), metavar="N", help=f"of oracle: runs of each policy (default: {seeds})")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as CSV")
     args = parser.parse_args(arguments)
     if args.what not in OVER_MANY and (args.workloads or args.tbt_slo_ms):
@@ -76,8 +74,16 @@ def main(arguments: Sequence[str]) -> None:
     try:
         if args.output is not None:
             check_replaceable(args.output)
-        bench = Bench(args.gpu_grid, args.traces, args.requests, args.repetitions, workloads=args.workloads, slos_ms=slos_ms)
-        bench = replace(bench, stride_tokens=args.stride_tokens or bench.stride_tokens, seeds=args.seeds or bench.seeds)
+        bench = Bench(
+            args.gpu_grid,
+            args.traces,
+            args.requests,
+            args.repetitions,
+            workloads=args.workloads,
+            slos_ms=slos_ms,
+            stride_tokens=args.stride_tokens or stride,
+            seeds=args.seeds or seeds,
+        )
         for row in COMMANDS[args.what](bench):
             rows.append(row)
             print(f"{row.what}: {row.here:.4g}", file=sys.stderr, flush=True)

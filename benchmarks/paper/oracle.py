@@ -27,8 +27,8 @@ def oracle(bench: Bench) -> Iterator[Row]:
 
     The oracle also tries every fleet plan, its own and each fixed one: of the three, the one with the highest throughput over all seeds
     counts. All are overloaded, and offered the same requests; at least 0.99 is wanted. The oracle is slow: --requests 2000 is enough.
-    The error is the standard error of the seeds' own ratios: one run differs by some 1.5 % from another that is placed but for one
-    request alike. Its time grows with the lengths over the stride: 16 tokens are 2 ms of prefill on an A100.
+    The error is the standard error of the seeds' own ratios. Its time grows with the lengths over the stride: 16 tokens are 2 ms of
+    prefill on an A100.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the simulator lets other threads run meanwhile
         for slo_ms in bench.slos_ms:
