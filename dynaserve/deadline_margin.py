@@ -11,6 +11,9 @@ MOST_LATE_SHARE = 0.01
 """Of the steps that use up their time, what may be late however few they are: those who decode meanwhile get no other steps."""
 NORMAL_SIGMAS = 2.65
 """What `LATE_SHARE` of normally distributed errors exceed."""
+LEAST_SHARE = 0.4
+"""Of the time that is left, what the prediction may take however large its errors are: they are none of chance then, and steps that are
+smaller, with more of them for each prompt, would not have smaller ones."""
 _LEAST_SIGMAS, _MOST_SIGMAS = 1.0, 5.0
 _GAIN = 0.2
 _FORGOTTEN = 0.005
@@ -32,13 +35,13 @@ class DeadlineMargin:
 
     def share(self, sigma: float) -> float:
         """Of the time that is left, what the prediction may take. sigma: of the logarithm of measured over predicted."""
-        return math.exp(-self.sigmas * sigma)
+        return max(LEAST_SHARE, math.exp(-self.sigmas * sigma))
 
     def admitting_share(self, sigma: float) -> float:
         """The same of a step of decodes alone, for who may begin. What was learnt from steps that mix prefill and decodes may allow more,
         but not less than errors that are normally distributed: prompts would wait, begin all the same once they have waited too long,
         and their decodes make steps late, from which more would be learnt."""
-        return math.exp(-min(self.sigmas, NORMAL_SIGMAS) * sigma)
+        return max(LEAST_SHARE, math.exp(-min(self.sigmas, NORMAL_SIGMAS) * sigma))
 
     @property
     def late_share(self) -> float:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dynaserve.deadline_margin import LATE_SHARE, MOST_LATE_SHARE, NORMAL_SIGMAS, DeadlineMargin
+from dynaserve.deadline_margin import LATE_SHARE, LEAST_SHARE, MOST_LATE_SHARE, NORMAL_SIGMAS, DeadlineMargin
 from dynaserve.token_deadlines import TokenCounts, TokenDeadlines, TokenSlo
 
 SLO = TokenSlo(tbt_s=0.1)
@@ -96,3 +96,12 @@ def test_without_a_ttft_slo_patience_is_counted_from_when_the_prefill_could_have
     deadlines.arrive("urgent", TokenSlo(0.1, ttft_s=1.0), 5.0, prefill_s=0.5)
     assert deadlines.first_token_due_s("patient", patience_s=10.0) == pytest.approx(15.5)
     assert deadlines.first_token_due_s("urgent", patience_s=10.0) == pytest.approx(6.0)
+
+
+def test_however_large_errors_are_a_step_may_take_some_of_its_time() -> None:
+    """Steps that are smaller still would not be predicted better."""
+    margin = DeadlineMargin()
+    for _ in range(100):
+        margin.observe(5.0, 50.0, sigma=1.0)
+    assert margin.share(1.0) == margin.admitting_share(1.0) == LEAST_SHARE
+    assert margin.share(0.05) > LEAST_SHARE

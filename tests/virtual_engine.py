@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dynaserve.kv_transfer.agent import TransferReport
-from dynaserve.step_latency import Roofline
+from dynaserve.step_latency import BatchShape, Roofline
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.connector import WorkerReports
 from vllm_plugin.options import PLUGIN, PluginOptions
@@ -61,7 +62,8 @@ class Engine:
 
     pipelined: as vLLM does with asynchronous scheduling, the next batch is formed while one runs. draft_tokens: that each decode
     speculates, all of which are accepted. cuts: the instance of a fleet, without workers. slo: with SLO-aware batches.
-    stock: vLLM's scheduler alone. machine: what its steps take. folder: gets the model's config.
+    stock: vLLM's scheduler alone. machine: what its steps take. launch_ms: pipelined only, how long the engine's thread takes to launch a
+    step on a GPU, which tells how long it took. folder: gets the model's config.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         slo: bool = True,
         stock: bool = False,
         machine: Roofline = MACHINE,
+        launch_ms: Callable[[BatchShape], float] | None = None,
         **engine_args: Any,
     ) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -112,6 +115,9 @@ class Engine:
         self.now_s = 0.0
         self.slowness = 1.0
         self.scheduler.clock = lambda: self.now_s
+        self.launch_ms = launch_ms
+        self._launched: deque[tuple[int | None, float]] = deque()
+        """Number and end of steps of which is not told yet how long they took."""
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.token_times_s: dict[str, list[float]] = {}
@@ -155,9 +161,13 @@ class Engine:
 
     def _start(self, output: SchedulerOutput, scheduled: dict[str, int]) -> None:
         scheduler = self.scheduler
-        took_ms = self.machine.step_ms(shape_of(output, scheduler.requests)) * self.slowness if scheduled else 1.0
+        shape = shape_of(output, scheduler.requests)
+        took_ms = self.machine.step_ms(shape) * self.slowness if scheduled else 1.0
         self.steps_ms.append(took_ms)
         starts_s = max([self.now_s, *(step.ends_s for step in self._under_way)])
+        if self.launch_ms is not None and scheduled:
+            self.now_s += 1e-3 * self.launch_ms(shape)
+        ends_s = max(starts_s + 1e-3 * took_ms, self.now_s)
         ids = list(scheduled)
         sampled = []
         for name in ids:
@@ -172,13 +182,19 @@ class Engine:
             pooler_output=[],
             kv_connector_output=self._told_by_worker(),
         )
-        self._under_way.append(_UnderWay(output, scheduled, answer, starts_s + took_ms / 1e3))
+        self._under_way.append(_UnderWay(output, scheduled, answer, ends_s))
+        if self.launch_ms is not None and scheduled:
+            self._launched.append((output.kv_connector_metadata.number, ends_s))
 
     def _told_by_worker(self) -> KVConnectorOutput | None:
-        told = KVConnectorOutput(
-            finished_recving=self.arrived, finished_sending=self.sent_back, kv_connector_worker_meta=WorkerReports(self.reports)
-        )
-        something = bool(self.arrived or self.sent_back or self.reports)
+        device_ms = []
+        while len(self._launched) > 1 and self._launched[1][1] <= self.now_s:
+            _, before_s = self._launched.popleft()
+            number, ended_s = self._launched[0]
+            device_ms.append((number, 1e3 * (ended_s - before_s)))
+        meta = WorkerReports(self.reports, [(number, took_ms) for number, took_ms in device_ms if number is not None])
+        told = KVConnectorOutput(finished_recving=self.arrived, finished_sending=self.sent_back, kv_connector_worker_meta=meta)
+        something = bool(self.arrived or self.sent_back or self.reports or device_ms)
         self.arrived, self.sent_back, self.reports = set(), set(), []
         return told if something else None
 

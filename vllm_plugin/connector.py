@@ -49,22 +49,28 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
 class StepCommands(KVConnectorMetadata):
     """Scheduler half to worker half, once per step.
 
-    commands: (request id, command). preempted: transfers whose alpha's blocks are overwritten in this step.
+    commands: (request id, command). preempted: transfers whose alpha's blocks are overwritten in this step. number: under which
+    its time is told; None: nobody asks.
     """
 
     commands: list[tuple[str, Command]]
     preempted: list[str]
+    number: int | None = None
 
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """Worker half to scheduler half, once per step; tensor-parallel ranks are concatenated."""
+    """Worker half to scheduler half, once per step; tensor-parallel ranks are concatenated.
+
+    device_ms: (number, milliseconds) of steps that have ended (`StepTimer.take`).
+    """
 
     reports: list[TransferReport] = field(default_factory=list)
+    device_ms: list[tuple[int, float]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         assert isinstance(other, WorkerReports)
-        return WorkerReports(self.reports + other.reports)
+        return WorkerReports(self.reports + other.reports, self.device_ms + other.device_ms)
 
 
 class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -114,7 +120,9 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
             if hand_off is not None:
                 block_ids = scheduler_output.kv_connector_block_state.get_block_ids(request_id)[0]
                 self._mark_ready(request_id, before[request_id] + tokens, hand_off, block_ids)
-        return StepCommands(self.micro.take_commands(), preempted)
+        accounts = self.scheduler.accounts
+        number = accounts.next_number if accounts is not None and scheduler_output.total_num_scheduled_tokens else None
+        return StepCommands(self.micro.take_commands(), preempted, number)
 
     def _mark_ready(self, request_id: str, computed: int, hand_off: int, block_ids: list[int]) -> None:
         """Whole blocks leave as they fill; the partly filled last one leaves once, when the alpha stands at the hand-off."""
@@ -133,7 +141,11 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
     def take_reports(self, connector_output: KVConnectorOutput) -> None:
         """Before the outputs of the step: a beta may end in its first one, and is forgotten then."""
         meta = connector_output.kv_connector_worker_meta
-        for report in meta.reports if isinstance(meta, WorkerReports) else ():
+        if not isinstance(meta, WorkerReports):
+            return
+        if meta.device_ms and self.scheduler.accounts is not None:
+            self.scheduler.accounts.told(meta.device_ms)
+        for report in meta.reports:
             if failed := self.micro.report(report):
                 self.scheduler.revoke(failed, "its KV transfer has failed")
 
@@ -188,8 +200,10 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
         """Whole blocks are sent, once the step is over."""
 
     def wait_for_save(self) -> None:
-        commands = self._get_connector_metadata().commands
-        self.worker.submit([c for c in commands if isinstance(c[1], Ready)])
+        metadata = self._get_connector_metadata()
+        self.worker.submit([c for c in metadata.commands if isinstance(c[1], Ready)])
+        if metadata.number is not None:
+            self.worker.launched(metadata.number)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self.worker.take_finished()
@@ -198,8 +212,8 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_lost_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReports | None:
-        reports = self.worker.take_reports()
-        return WorkerReports(reports) if reports else None
+        reports, device_ms = self.worker.take_reports(), self.worker.take_device_ms()
+        return WorkerReports(reports, device_ms) if reports or device_ms else None
 
     def shutdown(self) -> None:
         if self._role == KVConnectorRole.WORKER:

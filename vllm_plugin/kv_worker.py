@@ -19,6 +19,7 @@ from dynaserve.kv_transfer.transports import make_transport
 from dynaserve.messages import WorkerDescription
 from vllm_plugin.micro_requests import Command, Reserve
 from vllm_plugin.options import PluginOptions
+from vllm_plugin.step_timer import StepTimer
 from vllm_plugin.wake import Bell
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class KvWorker:
         self.bell = Bell(options.host, secret)
         self.agent = Agent(worker_id, options.host, kv.block_bytes, transports, self.bell.ring, self.bell.ring_landed, secret)
         self.description = WorkerDescription(self.agent.endpoint, _layout(vllm_config, kv_caches), kv.block_bytes)
+        # One clock tells how long a step took: ranks compute it together.
+        self._timer = StepTimer() if self._device.type == "cuda" and self._rank == 0 else None
         self._results = Results()
         self._sending: dict[str, str] = {}
         self._receiving: dict[str, str] = {}
@@ -78,6 +81,15 @@ class KvWorker:
 
     def take_reports(self) -> list[TransferReport]:
         return self._results.reports
+
+    def launched(self, number: int) -> None:
+        """The step is launched: all of it on a GPU, where it may still run."""
+        if self._timer is not None:
+            self._timer.launched(number)
+
+    def take_device_ms(self) -> list[tuple[int, float]]:
+        """See `StepTimer.take`; nothing on CPU, where the host's clock tells."""
+        return [] if self._timer is None else self._timer.take()
 
     def close(self) -> None:
         self.agent.close()

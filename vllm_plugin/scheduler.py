@@ -54,6 +54,8 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
     """Mixin over vLLM's `Scheduler` or `AsyncScheduler`."""
 
     connector: DynaServeConnector
+    accounts: StepAccounts | None = None
+    """Those of `SloScheduler`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.micro = MicroRequests()
@@ -188,8 +190,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
 
     def predicted_step_ms(self) -> float | None:
         """Of the step that was scheduled last, where a local scheduler knows."""
-        accounts: StepAccounts | None = getattr(self, "accounts", None)
-        return None if accounts is None else accounts.predicted_ms
+        return None if self.accounts is None else self.accounts.predicted_ms
 
     def _has_ready_waiting(self) -> bool:
         """Of those, one at least could run, had it blocks."""

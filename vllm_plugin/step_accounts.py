@@ -40,19 +40,34 @@ class _UnderWay:
     plan: StepPlan
     predicted_ms: float | None
     began_s: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step after its update, whose time on the device is not known yet. host_ms: from when its batch began to be formed."""
+
+    step: _UnderWay
+    at_s: float
+    host_ms: float
 
 
 @dataclass
 class StepAccounts:
-    """planner: learns. keeper: saves what it learnt; None: nobody does. log: gets each step; None: there is none."""
+    """planner: learns. keeper: saves what it learnt; None: nobody does. log: gets each step; None: there is none. timed_on_device:
+    workers tell how long steps took (`StepTimer`)."""
 
     planner: StepPlanner
     keeper: ProfileKeeper | None = None
     log: StepLog | None = None
+    timed_on_device: bool = False
     deadlines: TokenDeadlines = field(default_factory=TokenDeadlines)
     _reporter: StepReporter = field(default_factory=StepReporter)
     _under_way: deque[_UnderWay] = field(default_factory=deque)
     _last_end_s: float = 0.0
+    _began: int = 0
+    _ended: deque[_Ended] = field(default_factory=deque)
+    _device_ms: deque[tuple[int, float]] = field(default_factory=deque)
 
     @classmethod
     def of(cls, config: VllmConfig, options: PluginOptions, max_tokens: int) -> StepAccounts:
@@ -65,7 +80,9 @@ class StepAccounts:
             min(max_tokens, _UNPROFILED_PREFILL_TOKENS),
             speculated_tokens=config.num_speculative_tokens,
         )
-        return cls(planner, keeper, StepLog(Path(options.step_log)) if options.step_log else None)
+        log = StepLog(Path(options.step_log)) if options.step_log else None
+        launched_ahead = config.device_config.device_type == "cuda" and bool(config.scheduler_config.async_scheduling)
+        return cls(planner, keeper, log, timed_on_device=launched_ahead)
 
     @property
     def steps_under_way(self) -> int:
@@ -80,19 +97,47 @@ class StepAccounts:
         """Of the step that began last; None: it is over, or nothing is known."""
         return self._under_way[-1].predicted_ms if self._under_way else None
 
+    @property
+    def next_number(self) -> int | None:
+        """Of the step that begins next; None: workers need not tell how long it takes."""
+        return self._began + 1 if self.timed_on_device else None
+
     def begin(self, output: SchedulerOutput, shape: BatchShape, plan: StepPlan, now_s: float) -> None:
         table = self.planner.profile.table
         predicted_ms = None if table is None else table.step_ms(shape)
-        self._under_way.append(_UnderWay(output, shape, plan, predicted_ms, now_s))
+        self._began += 1
+        self._under_way.append(_UnderWay(output, shape, plan, predicted_ms, now_s, self._began))
 
     def end(self, output: SchedulerOutput, now_s: float) -> None:
         """A step lasts from when its batch begins to be formed, or from the end of the step before it when several are under way, to its
-        update: decodes wait for all of that."""
+        update: decodes wait for all of that. Where steps are timed on the device, that tells when the one before it has ended."""
         if not self._under_way or self._under_way[0].output is not output:
             return
         step = self._under_way.popleft()
+        if self.timed_on_device:
+            self._ended.append(_Ended(step, now_s, 1e3 * (now_s - step.began_s)))
+            self._settle()
+            return
         took_ms = 1e3 * (now_s - max(step.began_s, self._last_end_s))
         self._last_end_s = now_s
+        self._account(step, took_ms, now_s)
+
+    def told(self, device_ms: Iterable[tuple[int, float]]) -> None:
+        """Of steps, by number, from the end of the one before on the device: after a rest longer than the step."""
+        self._device_ms.extend(device_ms)
+
+    def _settle(self) -> None:
+        """Both are in order. Of the first step nothing is told, and of one that several pipeline stages compute more than once."""
+        while self._ended and self._device_ms:
+            ended, (number, device_ms) = self._ended[0], self._device_ms[0]
+            if number <= ended.step.number:
+                self._device_ms.popleft()
+            if ended.step.number <= number:
+                self._ended.popleft()
+            if ended.step.number == number:
+                self._account(ended.step, min(device_ms, ended.host_ms), ended.at_s)
+
+    def _account(self, step: _UnderWay, took_ms: float, now_s: float) -> None:
         if took_ms <= 0:
             return
         self.planner.observe(step.shape, step.plan, step.predicted_ms, took_ms)
