@@ -187,6 +187,7 @@ def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) 
         ("endurance", "--every-s", "nan", "'nan' is not a number above 0"),
         ("frontend", "--turns", "0", "'0' is not a whole number of at least 1"),
         ("frontend", "--streams", "0", "'0' is not a whole number of at least 1"),
+        ("gpu_batching", "--rates", "0", "'0' is not a number above 0"),
         ("handoff", "--requests", "0", "'0' is not a whole number of at least 1"),
         ("handoff", "--vllm-args", "'", "invalid split value"),
         ("idle", "--requests", "0", "'0' is not a whole number of at least 2"),
