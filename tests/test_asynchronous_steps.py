@@ -108,6 +108,15 @@ def test_the_time_to_launch_prefill_is_of_its_own_step(make: Callable[..., Engin
     assert (median(before_prefill) == pytest.approx(median(before_decodes), rel=0.1)) is timed_on_device
 
 
+def test_where_no_worker_tells_the_host_does(make: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
+    engine.launch_ms = None
+    with caplog.at_level("WARNING", logger="vllm.dynaserve.batching"):
+        engine.learn()
+    assert caplog.messages.count("workers have not told how long the last 64 steps took: from now on the host's clock tells") == 1
+    assert engine.scheduler.accounts.planner.profile.table is not None
+
+
 def is_decode(step: StepReport) -> bool:
     return step.measured.decodes > 0 and not step.measured.prefill_tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 
     from vllm_plugin.options import PluginOptions
 
+logger = logging.getLogger("vllm.dynaserve.batching")
+
 _UNPROFILED_PREFILL_TOKENS = 128
 """Of the first steps beside decodes: enough to learn from, and short on any machine that serves language models."""
+_MOST_UNTOLD = 64
+"""Steps in a row of which workers tell no times, which they do of the last but two otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,10 @@ class StepAccounts:
         if self.timed_on_device:
             self._ended.append(_Ended(step, now_s, 1e3 * (now_s - step.began_s)))
             self._settle()
+            if len(self._ended) > _MOST_UNTOLD:
+                self.timed_on_device = False
+                self._ended.clear()
+                logger.warning("workers have not told how long the last %d steps took: from now on the host's clock tells", _MOST_UNTOLD)
             return
         took_ms = 1e3 * (now_s - max(step.began_s, self._last_end_s))
         self._last_end_s = now_s
