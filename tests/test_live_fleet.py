@@ -456,6 +456,25 @@ def test_an_answer_of_nothing_is_refused(output: int, expected: int, named: str)
         fleet(Policy.dynamic).learn_length(output, expected)
 
 
+@pytest.mark.parametrize(("idle_s", "within_s"), [(0, 0.3), (600, 2.0)])
+def test_where_an_overload_begins_decodes_are_gathered_soon(idle_s: int, within_s: float) -> None:
+    """Those placed before stay where they are for as long as their answers last. idle_s: with a request each ten seconds."""
+    scheduler = fleet(Policy.dynamic)
+    for name in ("i0", "i1"):
+        scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
+    for second in range(0, idle_s, 10):
+        scheduler.place(request(f"before-{second}", 1500, 20), 1e3 * second)
+        scheduler.finish(f"before-{second}", 1e3 * second + 2000.0)
+    gathering: list[bool] = []
+    for number in range(30):
+        prediction = placed(scheduler, request(str(number), 1500, 200), 1e3 * idle_s + 120.0 * number).prediction
+        assert prediction is not None
+        gathering.append(prediction.gathering == 1)
+    first = gathering.index(True)
+    assert 0.12 * first <= within_s
+    assert all(gathering[first:])
+
+
 @pytest.mark.parametrize("small", ["i0", "i1"])
 def test_no_more_decodes_are_gathered_than_the_smallest_instance_holds(small: str) -> None:
     scheduler = fleet(Policy.dynamic)

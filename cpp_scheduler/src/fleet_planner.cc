@@ -140,7 +140,8 @@ void PlanGathering(FleetPlan& plan, const Rates& rates, const FleetDemand& deman
       GathersSome(current, demand) ? options.least_kept_pressure : options.least_pressure;
   const bool is_known = demand.prefill_rate > 0.0;
   const double unit = static_cast<double>(demand.instances) * rates.Free();
-  if (is_known && demand.prefill_rate < least_pressure * unit) return;
+  const double pressing = std::max(demand.prefill_rate, demand.recent_prefill_rate);
+  if (is_known && pressing < least_pressure * unit) return;
   // What there is, while it is worth it; else colocation.
   if (GathersSome(current, demand)) {
     const double rate = rates.Sustained(current, true);

@@ -154,7 +154,11 @@ double LiveFleet::EvenStepMs() const {
 }
 
 void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
-  if (now_ms - planned_ms_ < kPlanEveryMs && accepting.size() == planned_instances_) return;
+  // With each request while nothing gathers: decodes that are placed before a plan stay where they
+  // are for as long as their answers last.
+  const bool begins = plan_.gathering == 0;
+  const bool is_due = begins || now_ms - planned_ms_ >= kPlanEveryMs;
+  if (!is_due && accepting.size() == planned_instances_) return;
   const double kept = std::exp2(-(now_ms - smoothed_ms_) / kPlanEveryMs);
   planned_ms_ = smoothed_ms_ = now_ms;
   planned_instances_ = accepting.size();
@@ -176,7 +180,8 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   smoothed_answers_ = kept * smoothed_answers_ + (1.0 - kept) * static_cast<double>(answers);
   FleetDemand demand;
   demand.instances = static_cast<std::int64_t>(accepting.size());
-  demand.decodes = smoothed_decodes_;
+  demand.decodes =
+      begins ? std::max(smoothed_decodes_, static_cast<double>(decodes)) : smoothed_decodes_;
   demand.answer_context_tokens = lasting_.MeanContextTokens();
   demand.mean_context_tokens = decodes > 0
                                    ? static_cast<double>(context) / static_cast<double>(decodes)
@@ -193,8 +198,12 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   scale /= static_cast<double>(order.size());
   // By the table's time: in that of a fleet that is slower, steps may take less and more arrives.
   limits.step_ms /= scale;
-  demand.prefill_rate = scale * lasting_.PromptTokens(now_ms);
-  demand.output_rate = scale * lasting_.OutputTokens(now_ms);
+  // What has only begun to come is not in the last minute yet.
+  demand.recent_prefill_rate = scale * recent_.PromptTokens(now_ms);
+  const bool is_new = begins && recent_.PromptTokens(now_ms) > lasting_.PromptTokens(now_ms);
+  const ArrivalRates& rates = is_new ? recent_ : lasting_;
+  demand.prefill_rate = scale * rates.PromptTokens(now_ms);
+  demand.output_rate = scale * rates.OutputTokens(now_ms);
   demand.kv_token_ms = options_.kv_token_ms / scale;
   PlannerOptions planner;
   planner.forced = options_.gathering;

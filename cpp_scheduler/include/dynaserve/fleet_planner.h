@@ -23,6 +23,7 @@ struct FleetDemand {
   double output_rate = 0.0;            // output tokens per millisecond that they will have,
   double answer_context_tokens = 0.0;  // and the mean context of a decode of these
   double kv_token_ms = 0.0;            // to move the KV of one token; 0: at once
+  double recent_prefill_rate = 0.0;    // as prefill_rate, of the last seconds, if that is more
 };
 
 struct FleetPlan {
