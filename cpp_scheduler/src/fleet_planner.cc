@@ -32,6 +32,7 @@ class Rates {
         most_kept_(static_cast<std::int64_t>(options.kept_room * static_cast<double>(most_))),
         most_generated_(options.most_decode_load *
                         Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
+        kept_load_(options.kept_decode_load),
         most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))),
         most_moved_(demand.kv_token_ms > 0.0 ? options.most_link_load / demand.kv_token_ms
                                              : std::numeric_limits<double>::infinity()) {}
@@ -76,7 +77,8 @@ class Rates {
   // The same; 0 where they would not keep up.
   double Sustained(std::int64_t gathering, bool kept = false) const {
     const double rate = Gathered(gathering, kept);
-    return Brought(rate) <= static_cast<double>(gathering) * most_generated_ ? rate : 0.0;
+    const double most = static_cast<double>(gathering) * most_generated_;
+    return Brought(rate) <= (kept ? kept_load_ * most : most) ? rate : 0.0;
   }
 
   bool IsShortOfRoom(std::int64_t gathering, double prefill_rate) const {
@@ -125,6 +127,7 @@ class Rates {
   const std::int64_t most_;       // decodes that one instance gathers,
   const std::int64_t most_kept_;  // and with how many it goes on
   const double most_generated_;   // output tokens per millisecond that may be asked of it,
+  const double kept_load_;        // times that, where it gathers already,
   const double most_held_;        // and that it generates with all its memory or seats taken
   const double most_moved_;       // tokens per millisecond over the link of one instance
 };

@@ -57,6 +57,7 @@ struct PlannerOptions {
   // alone.  More than they can: the others take some, and steps of fewer decodes are shorter.
   // Beyond, answers are what the fleet lacks.
   double most_decode_load = 1.5;
+  double kept_decode_load = 1.25;  // times that, to go on gathering: few answers tell little
   // Of the time, what the links may be busy that move the KV of prompts to where decodes are
   // gathered: beyond, transfers wait for each other.
   double most_link_load = 0.9;
