@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = _parser()
     own, for_vllm = _split(arguments)
     args = parser.parse_args(own)
-    trace = Trace((*shlex.split(args.trace), "--drawn"), args.seed, args.duration_s, args.tbt_slo_ms)
+    trace = Trace((*args.trace, "--drawn"), args.seed, args.duration_s, args.tbt_slo_ms)
     try:
         trace.check()
         args.output.mkdir(parents=True, exist_ok=True)
@@ -59,11 +59,13 @@ def run(args: argparse.Namespace, trace: Trace, for_vllm: Sequence[str]) -> None
     systems: dict[str, tuple[str, ...]] = {f"chunk {tokens}": ("--max-num-batched-tokens", str(tokens)) for tokens in args.chunks}
     systems[OURS] = ("--plugin", "dynaserve", "--dynaserve-port", "0", *slo)
     with ExitStack() as stack:
-        urls = {}
+        urls: dict[str, str] = {}
+        children: list[Child] = []
+        stack.callback(stop_children, children)
         for (name, own), port in zip(systems.items(), free_ports(len(systems)), strict=True):
             command = ["vllm", "serve", str(args.folder), "--host", HOST, "--port", str(port), *for_vllm, *own]
             child = start_child(name, command, args.output / f"{_file(name)}.log")
-            stack.callback(stop_children, [child])
+            children.append(child)
             urls[name] = f"http://{HOST}:{port}"
             _wait_healthy(child, urls[name])  # one at a time: vLLM looks at the memory that is free
         for name, url in urls.items():
@@ -76,11 +78,10 @@ def run(args: argparse.Namespace, trace: Trace, for_vllm: Sequence[str]) -> None
 def _wait_healthy(child: Child, url: str) -> None:
     until_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until_s and child.exit_status is None:
-        try:
+        with suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
                 return
-        except httpx.TransportError:
-            time.sleep(1)
+        time.sleep(1)
     raise NotHealthy(f"{child.name} did not start; {child.log} ends with:\n{child.last_lines()}")
 
 
@@ -101,7 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the model")
     parser.add_argument("--chunks", type=whole(1), nargs="+", default=[8192, 1024, 512], metavar="TOKENS", help="(default: 8192 1024 512)")
     parser.add_argument("--rates", type=positive, nargs="+", default=[8.0], metavar="R", help="requests per second (default: 8)")
-    parser.add_argument("--trace", default="--workload sample", metavar="ARGS", help="as for dynaserve bench replay (default: %(default)s)")
+    parser.add_argument(
+        "--trace",
+        type=shlex.split,
+        default="--workload sample",
+        metavar="ARGS",
+        help="as for dynaserve bench replay (default: %(default)s)",
+    )
     parser.add_argument("--duration-s", type=positive, default=20.0, metavar="T", help="of a replay (default: %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=positive, default=50.0, metavar="MS", help="(default: %(default)s)")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="(default: %(default)s)")

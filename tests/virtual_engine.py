@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from vllm_plugin.options import PLUGIN, PluginOptions
 from vllm_plugin.resuming import ResumingFirst
 from vllm_plugin.scheduler import CutScheduler
 from vllm_plugin.step_accounts import shape_of
+from vllm_plugin.step_timer import Event, StepTimer
 
 BLOCK = 32
 MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
@@ -47,6 +49,24 @@ CONFIG = {
     "vocab_size": 4096,
     "torch_dtype": "float32",
 }
+
+
+@dataclass
+class VirtualEvent:
+    """Behind the step that the engine started last, on its clock."""
+
+    engine: Engine
+    at_s: float = math.inf
+
+    def record(self) -> None:
+        self.at_s = self.engine.last_ends_s
+
+    def query(self) -> bool:
+        return self.at_s <= self.engine.now_s
+
+    def elapsed_time(self, end_event: Event) -> float:
+        assert isinstance(end_event, VirtualEvent)
+        return 1e3 * (end_event.at_s - self.at_s)
 
 
 @dataclass
@@ -116,8 +136,8 @@ class Engine:
         self.slowness = 1.0
         self.scheduler.clock = lambda: self.now_s
         self.launch_ms = launch_ms
-        self._launched: deque[tuple[int | None, float]] = deque()
-        """Number and end of steps of which is not told yet how long they took."""
+        self.last_ends_s = 0.0
+        self._timer = StepTimer(lambda: VirtualEvent(self))
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.token_times_s: dict[str, list[float]] = {}
@@ -167,7 +187,7 @@ class Engine:
         starts_s = max([self.now_s, *(step.ends_s for step in self._under_way)])
         if self.launch_ms is not None and scheduled:
             self.now_s += 1e-3 * self.launch_ms(shape)
-        ends_s = max(starts_s + 1e-3 * took_ms, self.now_s)
+        self.last_ends_s = max(starts_s + 1e-3 * took_ms, self.now_s)
         ids = list(scheduled)
         sampled = []
         for name in ids:
@@ -182,17 +202,13 @@ class Engine:
             pooler_output=[],
             kv_connector_output=self._told_by_worker(),
         )
-        self._under_way.append(_UnderWay(output, scheduled, answer, ends_s))
-        if self.launch_ms is not None and scheduled:
-            self._launched.append((output.kv_connector_metadata.number, ends_s))
+        self._under_way.append(_UnderWay(output, scheduled, answer, self.last_ends_s))
+        if self.launch_ms is not None and scheduled and output.kv_connector_metadata.number is not None:
+            self._timer.launched(output.kv_connector_metadata.number)
 
     def _told_by_worker(self) -> KVConnectorOutput | None:
-        device_ms = []
-        while len(self._launched) > 1 and self._launched[1][1] <= self.now_s:
-            _, before_s = self._launched.popleft()
-            number, ended_s = self._launched[0]
-            device_ms.append((number, 1e3 * (ended_s - before_s)))
-        meta = WorkerReports(self.reports, [(number, took_ms) for number, took_ms in device_ms if number is not None])
+        device_ms = self._timer.take()
+        meta = WorkerReports(self.reports, device_ms)
         told = KVConnectorOutput(finished_recving=self.arrived, finished_sending=self.sent_back, kv_connector_worker_meta=meta)
         something = bool(self.arrived or self.sent_back or self.reports or device_ms)
         self.arrived, self.sent_back, self.reports = set(), set(), []

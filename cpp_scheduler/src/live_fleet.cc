@@ -12,6 +12,9 @@ namespace dynaserve {
 namespace {
 
 constexpr double kPlanEveryMs = 1000.0;
+// While nothing gathers. A plan looks at every instance, and so not with each request of a large
+// fleet.
+constexpr double kBeginEveryMs = 10.0;
 // Of the KV memory of instances that are short of it, what they may hold and take another request.
 constexpr double kMostHeld = 0.9;
 // Of a step's error in the cost scale, which tells the timelines once it has moved this far.
@@ -154,10 +157,10 @@ double LiveFleet::EvenStepMs() const {
 }
 
 void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
-  // With each request while nothing gathers: decodes that are placed before a plan stay where they
-  // are for as long as their answers last.
+  // Sooner while nothing gathers: decodes that are placed before a plan stay where they are for as
+  // long as their answers last.
   const bool begins = plan_.gathering == 0;
-  const bool is_due = begins || now_ms - planned_ms_ >= kPlanEveryMs;
+  const bool is_due = now_ms - planned_ms_ >= (begins ? kBeginEveryMs : kPlanEveryMs);
   if (!is_due && accepting.size() == planned_instances_) return;
   const double kept = std::exp2(-(now_ms - smoothed_ms_) / kPlanEveryMs);
   planned_ms_ = smoothed_ms_ = now_ms;
