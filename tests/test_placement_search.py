@@ -455,7 +455,13 @@ def _decodes_ms(table: ProfileTable, decodes: int, context: float) -> float:
 
 
 def planned(
-    decodes: int, current: int, limits: InstanceLimits, prefill_rate: float = 0.0, output_rate: float = 0.0, kv_token_ms: float = 0.0
+    decodes: int,
+    current: int,
+    limits: InstanceLimits,
+    prefill_rate: float = 0.0,
+    output_rate: float = 0.0,
+    output_rate_error: float = 0.0,
+    kv_token_ms: float = 0.0,
 ) -> FleetPlan:
     demand = FleetDemand(
         instances=2,
@@ -464,14 +470,17 @@ def planned(
         prompt_tokens=2000,
         prefill_rate=prefill_rate,
         output_rate=output_rate,
+        output_rate_error=output_rate_error,
         answer_context_tokens=1000.0,
         kv_token_ms=kv_token_ms,
     )
     return plan_fleet(ProfileTable(A100), limits, demand, current)
 
 
-def gathering(decodes: int, current: int, limits: InstanceLimits, prefill_rate: float = 0.0, output_rate: float = 0.0) -> int:
-    return planned(decodes, current, limits, prefill_rate, output_rate).gathering
+def gathering(
+    decodes: int, current: int, limits: InstanceLimits, prefill_rate: float = 0.0, output_rate: float = 0.0, output_rate_error: float = 0.0
+) -> int:
+    return planned(decodes, current, limits, prefill_rate, output_rate, output_rate_error).gathering
 
 
 def test_nothing_is_gathered_over_links_that_do_not_carry_the_prompts() -> None:
@@ -505,6 +514,9 @@ def test_nothing_is_gathered_where_answers_are_what_a_fleet_lacks(current: int, 
     assert gathering(60, current, limits, 10.0, 1.01 * most_rate) == 0
     # Answers do not come faster than their prompts are prefilled.
     assert gathering(60, current, limits, 100.0, 1.01 * most_rate) == 1
+    # Chance is not what a fleet lacks.
+    assert gathering(60, current, limits, 10.0, 1.5 * most_rate, 0.51 * most_rate) == 1
+    assert gathering(60, current, limits, 10.0, 1.5 * most_rate, 0.49 * most_rate) == 0
 
 
 def test_gathering_instances_are_short_of_room_where_memory_does_not_hold_the_answers_that_come() -> None:

@@ -30,12 +30,14 @@ void BindPlanner(nb::module_& m) {
   nb::class_<FleetDemand>(
       m, "FleetDemand",
       "What the fleet has to do now: decodes that run on average; prompt and output "
-      "tokens that arrive per millisecond, and the mean context of a decode "
-      "of these; and how long the KV of a token takes to move.")
-      .def(nb::init<std::int64_t, double, double, std::int64_t, double, double, double, double>(),
+      "tokens that arrive per millisecond, the latter with its standard error, and the mean "
+      "context "
+      "of a decode of these; and how long the KV of a token takes to move.")
+      .def(nb::init<std::int64_t, double, double, std::int64_t, double, double, double, double,
+                    double>(),
            nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
-           "prefill_rate"_a = 0.0, "output_rate"_a = 0.0, "answer_context_tokens"_a = 0.0,
-           "kv_token_ms"_a = 0.0);
+           "prefill_rate"_a = 0.0, "output_rate"_a = 0.0, "output_rate_error"_a = 0.0,
+           "answer_context_tokens"_a = 0.0, "kv_token_ms"_a = 0.0);
   nb::class_<FleetPlan> plan(m, "FleetPlan",
                              "How many instances gather the decodes (0: none in particular), and "
                              "the prefill rate of the fleet, in tokens per millisecond.");

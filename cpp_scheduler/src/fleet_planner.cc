@@ -78,18 +78,19 @@ class Rates {
   double Sustained(std::int64_t gathering, bool kept = false) const {
     const double rate = Gathered(gathering, kept);
     const double most = static_cast<double>(gathering) * most_generated_;
-    return Brought(rate) <= (kept ? kept_load_ * most : most) ? rate : 0.0;
+    const double sure = std::max(0.0, demand_.output_rate - demand_.output_rate_error);
+    return Brought(sure, rate) <= (kept ? kept_load_ * most : most) ? rate : 0.0;
   }
 
   bool IsShortOfRoom(std::int64_t gathering, double prefill_rate) const {
-    return Brought(prefill_rate) > static_cast<double>(gathering) * most_held_;
+    return Brought(demand_.output_rate, prefill_rate) > static_cast<double>(gathering) * most_held_;
   }
 
  private:
-  // Output tokens per millisecond that so much prefill brings, of those that arrive.
-  double Brought(double prefill_rate) const {
+  // Of the output tokens per millisecond that arrive, those that so much prefill brings.
+  double Brought(double output_rate, double prefill_rate) const {
     const bool is_behind = demand_.prefill_rate > prefill_rate;
-    return demand_.output_rate * (is_behind ? prefill_rate / demand_.prefill_rate : 1.0);
+    return output_rate * (is_behind ? prefill_rate / demand_.prefill_rate : 1.0);
   }
 
   // Decodes of one instance for which it has seats and memory.

@@ -207,10 +207,13 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   const ArrivalRates& rates = is_new ? recent_ : lasting_;
   demand.prefill_rate = scale * rates.PromptTokens(now_ms);
   demand.output_rate = scale * rates.OutputTokens(now_ms);
+  demand.output_rate_error = scale * rates.OutputTokensError(now_ms);
   demand.kv_token_ms = options_.kv_token_ms / scale;
   PlannerOptions planner;
   planner.forced = options_.gathering;
   plan_ = PlanFleet(*table_, limits, demand, plan_.gathering, planner);
+  // What it begins with it goes on from.
+  if (plan_.gathering > 0) smoothed_decodes_ = demand.decodes;
   plan_.prefill_rate /= scale;
   plan_.colocated_rate /= scale;
   mean_context_tokens_ = demand.mean_context_tokens;

@@ -22,12 +22,26 @@ class ArrivalRates {
     output_tokens_ = kept * output_tokens_ + output_tokens;
     answer_context_ =
         kept * answer_context_ + output_tokens * (prompt_tokens + 0.5 * output_tokens);
+    squares_ = {kept * kept * squares_.one + 1.0,
+                kept * kept * squares_.prompt + prompt_tokens * prompt_tokens,
+                kept * kept * squares_.output + output_tokens * output_tokens,
+                kept * kept * squares_.both + prompt_tokens * output_tokens};
   }
 
   // All 0 before the first arrival.
   double Requests(double now_ms) const { return PerMs(requests_, now_ms); }
   double PromptTokens(double now_ms) const { return PerMs(prompt_tokens_, now_ms); }
   double OutputTokens(double now_ms) const { return PerMs(output_tokens_, now_ms); }
+  // The standard error of the output tokens that come with so many prompt tokens: one long answer
+  // among a few says little of those to come.  All of them, if there is one request only.
+  double OutputTokensError(double now_ms) const {
+    const double count = squares_.one > 0.0 ? requests_ * requests_ / squares_.one : 0.0;
+    if (count < kLeastCount || prompt_tokens_ == 0.0) return OutputTokens(now_ms);
+    const double ratio = output_tokens_ / prompt_tokens_;
+    const double rest =
+        squares_.output - 2.0 * ratio * squares_.both + ratio * ratio * squares_.prompt;
+    return PerMs(std::sqrt(std::max(0.0, rest) * count / (count - 1.0)), now_ms);
+  }
   double MeanOutputTokens() const { return requests_ > 0.0 ? output_tokens_ / requests_ : 0.0; }
   double MeanPromptTokens() const { return requests_ > 0.0 ? prompt_tokens_ / requests_ : 0.0; }
   // Of a decode, over all steps of the answers that came.
@@ -38,6 +52,12 @@ class ArrivalRates {
  private:
   // Of a window. Less is no experience.
   static constexpr double kLeastSeen = 0.05;
+  // Requests that tell how much they differ.
+  static constexpr double kLeastCount = 1.5;
+  // Of a request's own: those of its weight count.
+  struct Squares {
+    double one = 0.0, prompt = 0.0, output = 0.0, both = 0.0;
+  };
 
   double Kept(double now_ms) const { return std::exp(-(now_ms - told_ms_) / window_ms_); }
   double PerMs(double sum, double now_ms) const {
@@ -53,6 +73,7 @@ class ArrivalRates {
   double prompt_tokens_ = 0.0;
   double output_tokens_ = 0.0;
   double answer_context_ = 0.0;  // each output token's
+  Squares squares_;
 };
 
 }  // namespace dynaserve

@@ -21,6 +21,7 @@ struct FleetDemand {
   std::int64_t prompt_tokens = 1024;   // of a typical request
   double prefill_rate = 0.0;           // prompt tokens per millisecond that arrive, 0: not known,
   double output_rate = 0.0;            // output tokens per millisecond that they will have,
+  double output_rate_error = 0.0;      // its standard error,
   double answer_context_tokens = 0.0;  // and the mean context of a decode of these
   double kv_token_ms = 0.0;            // to move the KV of one token; 0: at once
   double recent_prefill_rate = 0.0;    // as prefill_rate, of the last seconds, if that is more
@@ -55,7 +56,7 @@ struct PlannerOptions {
   double kept_room = 1.25;
   // Output tokens that arrive, over what the gathering instances generate in steps of decodes
   // alone.  More than they can: the others take some, and steps of fewer decodes are shorter.
-  // Beyond, answers are what the fleet lacks.
+  // Beyond, by more than the standard error of what is known, answers are what the fleet lacks.
   double most_decode_load = 1.5;
   double kept_decode_load = 1.25;  // times that, to go on gathering: few answers tell little
   // Of the time, what the links may be busy that move the KV of prompts to where decodes are
