@@ -182,6 +182,22 @@ def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
     assert max(betas[-100:].count(name) for name in ("i0", "i1")) >= 90
 
 
+def test_a_plan_to_gather_is_not_left_for_the_decodes_of_before_it_began() -> None:
+    """Answers of five or ten tokens: few run at a time, and from an empty fleet on there were fewer. Later they may all be over."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        scheduler, began_ms = fleet(Policy.dynamic), math.inf
+        now_ms = rng.expovariate(1 / 125.0)
+        while now_ms < began_ms + 2000.0:
+            spec = request(str(now_ms), rng.randint(200, 4000), rng.choice([5, 10]))
+            prediction = placed(scheduler, spec, now_ms).prediction
+            assert prediction is not None
+            if prediction.gathering:
+                began_ms = min(began_ms, now_ms)
+            assert prediction.gathering or began_ms == math.inf, f"seed {seed}: begun at {began_ms} ms, left at {now_ms} ms"
+            now_ms += rng.expovariate(1 / 125.0)
+
+
 def test_the_decision_records_what_it_expected() -> None:
     prediction = placed(fleet(Policy.dynamic), request("r"), 0.0).prediction
     assert prediction is not None

@@ -31,8 +31,7 @@ void BindPlanner(nb::module_& m) {
       m, "FleetDemand",
       "What the fleet has to do now: decodes that run on average; prompt and output "
       "tokens that arrive per millisecond, the latter with its standard error, and the mean "
-      "context "
-      "of a decode of these; and how long the KV of a token takes to move.")
+      "context of a decode of these; and how long the KV of a token takes to move.")
       .def(nb::init<std::int64_t, double, double, std::int64_t, double, double, double, double,
                     double>(),
            nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,

@@ -54,7 +54,7 @@ class ArrivalRates {
   static constexpr double kLeastSeen = 0.05;
   // Requests that tell how much they differ.
   static constexpr double kLeastCount = 1.5;
-  // Of a request's own: those of its weight count.
+  // Sums of what a single request brought, squared: its weight is, too, and fades twice as fast.
   struct Squares {
     double one = 0.0, prompt = 0.0, output = 0.0, both = 0.0;
   };
