@@ -252,7 +252,8 @@ def test_a_peer_with_an_impossible_address_is_counted_and_disturbs_nobody(nodes:
     a, b = nodes
     stranger = WorkerEndpoint("stranger", "no address", {})
     context = zmq.Context()
-    ControlPlane(context, "stranger", "127.0.0.1", None).send(a.agent.endpoint, Revoke("t", stranger))
+    plane = ControlPlane(context, "stranger", "127.0.0.1", None)  # held until the end: the context closes its sockets while they live
+    plane.send(a.agent.endpoint, Revoke("t", stranger))
     until(lambda: a.agent.dropped_messages == 1)
     context.destroy(linger=0)
     expect(b, a, "u", (10,))
