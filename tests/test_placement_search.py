@@ -303,14 +303,25 @@ def test_a_decode_above_the_level_of_the_fleet_makes_all_of_its_instance_late() 
     assert late_ms(29, options, own_key=1_000_000) == pytest.approx(thirty_ms)  # it is not among them yet
 
 
-def test_what_waits_for_a_seat_counts_where_decodes_are_kept_level() -> None:
+@pytest.mark.parametrize(("seats", "counted"), [(40, 30), (24, 24)])
+def test_what_waits_counts_as_far_as_there_are_seats_where_decodes_are_kept_level(seats: int, counted: int) -> None:
     options = SearchOptions(mean_context_tokens=1000.0, level_step_ms=_decodes_ms(ProfileTable(A100), 20, 1000.0))
-    full = ExecutionPredictor(ProfileTable(A100), InstanceLimits(step_ms=50.0, max_requests=24))
+    full = ExecutionPredictor(ProfileTable(A100), InstanceLimits(step_ms=50.0, max_requests=seats))
     running = [VirtualRequest(key=key, context_tokens=800, decode_tokens=3) for key in range(24)]
     waiting = [VirtualRequest(key=100 + key, prefill_tokens=50, decode_tokens=400) for key in range(6)]
     full.replace(running, [*waiting, VirtualRequest(key=200, prefill_tokens=50)], NOW_MS)  # the last one decodes elsewhere
     found = SplitSearch().try_whole([SearchInstance(full)], 0, request_of(300), options, NOW_MS)
-    assert found.outcome.decodes_late_ms == late_ms(30, options)
+    assert found.outcome.decodes_late_ms == late_ms(counted, options)
+
+
+def test_no_step_is_longer_than_its_limit_where_decodes_are_kept_level() -> None:
+    table = ProfileTable(A100)
+    limit_ms = _decodes_ms(table, 25, 1000.0)
+    level_ms = _decodes_ms(table, 20, 1000.0)
+    assert late_ms(59, SearchOptions(mean_context_tokens=1000.0, level_step_ms=level_ms), limit_ms) == pytest.approx(
+        60 * (limit_ms - level_ms)
+    )
+    assert late_ms(59, SearchOptions(mean_context_tokens=1000.0, level_step_ms=_decodes_ms(table, 40, 1000.0)), limit_ms) == 0.0
 
 
 def test_a_beta_that_takes_a_seat_keeps_others_waiting_until_an_answer_ends() -> None:

@@ -142,6 +142,17 @@ def test_decodes_of_one_length_do_not_grow_old_together_on_one_instance() -> Non
     assert late < 0.01
 
 
+def test_lengths_that_are_very_wrong_cost_nothing_where_queues_are_long() -> None:
+    def mean_ttft_ms(policy: str) -> float:
+        fleet = ("--roofline", "12,0.105,160,0.0000011,0.05,0.00013", "--max-running", "32", "--batching", "slo", "--policy", policy)
+        offered = ("--workload", "fixed:100,300", "--rate", "30", "--requests", "1500", "--expect", "lognormal:1")
+        found = simulate.one_run([*fleet, *offered]).summary.ttft_ms
+        assert found is not None
+        return found.mean
+
+    assert mean_ttft_ms("dynamic") < 1.02 * mean_ttft_ms("colocated")
+
+
 HALF = Options(Policy.fixed, 0.5)
 HALF_AT_PROMPT = Options(Policy.disaggregated, prefill_instances=1)
 

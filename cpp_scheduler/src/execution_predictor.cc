@@ -234,7 +234,7 @@ std::int64_t ExecutionPredictor::Answers(double now_ms, std::optional<std::uint6
   count += std::ranges::count_if(base_.prefills,
                                  [&](const Prefill& prefill) { return answers(prefill.request); });
   count += std::ranges::count_if(base_.waiting, answers);
-  return count;
+  return std::min<std::int64_t>(count, limits_.max_requests);
 }
 
 std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std::uint64_t> before) {

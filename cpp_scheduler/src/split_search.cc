@@ -44,25 +44,28 @@ VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
 
 // How much later, per step, the decodes of an instance are for one more.  Where the fleet's are
 // kept level, all of them, and all that wait there, as they are going to decode: by what their step
-// is longer than if the fleet's were even.  Else the others, by what it adds to a step beyond the
-// limit.  By the context that a decode of the fleet has on average: young decodes grow old
-// together, and what is about to end is soon no load.
+// is longer than if the fleet's were even, neither beyond the limit, as who would make it longer is
+// not let in.  Else the others, by what it adds to a step beyond the limit.  By the context that a
+// decode of the fleet has on average: young decodes grow old together, and what is about to end is
+// soon no load.
 double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
                      const SearchOptions& options) {
   const double scale = predictor.cost_scale();
-  const auto excess_ms = [&](std::int64_t count, double limit_ms) {
+  const double limit_ms = predictor.limits().step_ms;
+  const auto step_ms = [&](std::int64_t count) {
     if (count == 0) return 0.0;
     const double context = static_cast<double>(count) * options.mean_context_tokens;
-    const double step_ms = predictor.table().StepMs({0, 0.0, count, std::llround(context)});
-    return std::max(0.0, scale * step_ms - limit_ms);
+    return scale * predictor.table().StepMs({0, 0.0, count, std::llround(context)});
   };
   if (std::isfinite(options.level_step_ms)) {
-    const double level_ms = scale * options.level_step_ms;
-    return static_cast<double>(decodes + 1) * excess_ms(decodes + 1, level_ms);
+    const double level_ms = std::min(scale * options.level_step_ms, limit_ms);
+    const double excess_ms = std::min(step_ms(decodes + 1), limit_ms) - level_ms;
+    return static_cast<double>(decodes + 1) * std::max(0.0, excess_ms);
   }
-  const double limit_ms = predictor.limits().step_ms;
-  return static_cast<double>(decodes) *
-         (excess_ms(decodes + 1, limit_ms) - excess_ms(decodes, limit_ms));
+  const auto excess_ms = [&](std::int64_t count) {
+    return std::max(0.0, step_ms(count) - limit_ms);
+  };
+  return static_cast<double>(decodes) * (excess_ms(decodes + 1) - excess_ms(decodes));
 }
 
 }  // namespace

@@ -178,7 +178,8 @@ class ExecutionPredictor {
   // The decode of the request `without` is left out.
   Load LoadThen(double now_ms, std::optional<std::uint64_t> without = std::nullopt);
 
-  // Requests that decode there now, or are going to; `without` is left out.
+  // Requests that decode there now, or are going to, as far as there are seats; `without` is left
+  // out.
   std::int64_t Answers(double now_ms, std::optional<std::uint64_t> without = std::nullopt);
 
   // What a step beside these decodes, scaled as the instance's are, takes of this work alone: of a
