@@ -210,10 +210,18 @@ def test_hand_offs_are_revised_unless_they_are_to_stay() -> None:
     assert sum(use.tokens for use in revised.uses) == sum(use.tokens for use in fixed.uses)
 
 
+def test_hand_offs_stay_while_others_wait_though_nobody_comes_any_more() -> None:
+    # All of them within 15 s, in which a sixth is done.
+    fleet = ("--roofline", "12,0.105,160,0.0000011,0.05,0.00013", "--policy", "dynamic:gather=1", "--batching", "slo", "--tbt-slo-ms", "50")
+    done = simulate.one_run([*fleet, "--workload", "fixed:2000,150", "--rate", "20", "--requests", "300"])
+    assert done.result.lifted <= 3
+    assert done.summary.cut_share > 0.8
+
+
 def test_hand_offs_inside_the_answer_are_not_revised() -> None:
     rng, requests = random.Random(1), []
     for number in range(60):
-        requests.append((60.0 * number, rng.randint(20, 4000), rng.randint(20, 400)))
+        requests.append((90.0 * number, rng.randint(20, 4000), rng.randint(20, 400)))
     instance = engine(Batching.slo, 2048, 16, 60_000, 50.0)
     result = run(requests, instance, Options(Policy.exhaustive), instances=2, roofline=A100_14B)
     cuts = [outcome.split_token for outcome in result.outcomes]

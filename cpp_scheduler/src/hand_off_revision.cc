@@ -10,18 +10,31 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// Who waits on alpha's instance has come already, as if at this rate; when arrivals end, these are
+// all that a change delays.
+SearchOptions WithQueue(SearchOptions options, const PendingHandOff& pending, double now_ms) {
+  ExecutionPredictor& predictor = *pending.alpha.predictor;
+  const double queue_ms = predictor.PrefillFreeMs(now_ms) - now_ms;
+  if (queue_ms > 0.0) {
+    const auto waiting = static_cast<double>(predictor.BeforeBeta(now_ms).requests);
+    options.arrivals_per_ms = std::max(options.arrivals_per_ms, waiting / queue_ms);
+  }
+  return options;
+}
+
 class Look {
  public:
   Look(SplitSearch& search, const PendingHandOff& pending, const SearchRequest& request,
        const SearchOptions& options, double now_ms)
       : pending_(pending),
         request_(request),
-        options_(options),
+        options_(WithQueue(options, pending, now_ms)),
         now_ms_(now_ms),
         end_token_(ComputedTokens(request.prompt_tokens, request.expected_output_tokens)),
         standing_(pending.alpha.predictor->Find(pending.alpha_key, now_ms)),
-        on_alpha_(search.PriceDecoding(pending.alpha, request, options, now_ms)),
-        on_beta_(search.PriceDecoding(pending.beta, request, options, now_ms)),
+        on_alpha_(search.PriceDecoding(pending.alpha, request, options_, now_ms)),
+        on_beta_(search.PriceDecoding(pending.beta, request, options_, now_ms)),
+        alpha_queue_ms_(pending.alpha.predictor->PrefillFreeMs(now_ms) - now_ms),
         beta_queue_ms_(pending.beta.predictor->PrefillFreeMs(now_ms) - now_ms),
         overtaken_(static_cast<double>(pending.beta.predictor->BeforeBeta(now_ms).requests)),
         seat_ms_(pending.beta.predictor->SeatMs(
@@ -40,8 +53,8 @@ class Look {
     if (!forecast) return kNever;
     Outcome outcome = on_alpha_;
     outcome.ttft_ms = pending_.waited_ms + forecast->prefill_end_ms - now_ms_;
-    outcome.others_wait_ms = OthersWait(forecast->start_ms - now_ms_,
-                                        Lasting(forecast->start_ms, forecast->prefill_end_ms));
+    outcome.others_wait_ms =
+        OthersWait(alpha_queue_ms_, Lasting(forecast->start_ms, forecast->prefill_end_ms));
     return ObjectiveMs(outcome, request_.slo);
   }
 
@@ -71,15 +84,16 @@ class Look {
     Outcome outcome = on_beta_;
     outcome.ttft_ms = pending_.waited_ms + cut.left_ms;
     outcome.hand_off_ms = options_.hand_off_price_ms + options_.hand_off_price_share * cut.left_ms;
-    // beta waits for alpha, others only for what is queued before them, and those that beta
-    // overtakes for its prefill and its seat; one that resumes shares a step of decodes.
+    // beta waits for alpha, others only for what is queued before them, the same whenever it is
+    // this one's turn, and those that beta overtakes for its prefill and its seat; one that resumes
+    // shares a step of decodes.
     const bool resumes = request_.prompt_tokens - split_token <= 1;
     const double took_ms = resumes ? 0.0 : Lasting(second->start_ms, second->prefill_end_ms);
     // What is computed has left already.
     const double moving_ms = options_.MovingMs(rest.prefill_tokens);
     const double beta_ms = took_ms + moving_ms;
     outcome.others_wait_ms =
-        OthersWait(first->start_ms - now_ms_, Lasting(first->start_ms, first->end_ms) + moving_ms) +
+        OthersWait(alpha_queue_ms_, Lasting(first->start_ms, first->end_ms) + moving_ms) +
         OthersWait(beta_queue_ms_, beta_ms) + overtaken_ * (beta_ms + seat_ms_);
     cut.objective_ms = ObjectiveMs(outcome, request_.slo);
     return cut;
@@ -95,11 +109,12 @@ class Look {
 
   const PendingHandOff& pending_;
   const SearchRequest& request_;
-  const SearchOptions& options_;
+  const SearchOptions options_;
   const double now_ms_;
   const std::int64_t end_token_;
   const std::optional<VirtualRequest> standing_;
   const Outcome on_alpha_, on_beta_;
+  const double alpha_queue_ms_;
   const double beta_queue_ms_;
   const double overtaken_;
   const double seat_ms_;

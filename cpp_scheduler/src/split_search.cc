@@ -172,8 +172,11 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
     // A step beside prefill lasts as long as it may.  What is lost delays everyone who comes before
     // the queue is empty again, which takes the longer the busier the fleet is.
     const double step_ms = std::max(decoding.decode_step_ms, decoding.limit_ms);
-    const double lost_ms =
-        options.prefill_pressure * options.lost_share * outcome.decode_tokens * step_ms;
+    const double lasts_ms = outcome.decode_tokens * step_ms;
+    // It prefills for as long as its queue lasts, whoever comes.
+    const double pressure =
+        std::max(options.prefill_pressure, std::min(1.0, decoding.queue_ms / lasts_ms));
+    const double lost_ms = pressure * options.lost_share * lasts_ms;
     outcome.lost_prefill_ms =
         (lost_ms + OthersWaitMs(decoding.queue_ms, lost_ms, options.arrivals_per_ms)) /
         (1.0 - std::min(options.prefill_pressure, kMostPressure));
