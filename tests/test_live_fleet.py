@@ -182,6 +182,17 @@ def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
     assert max(betas[-100:].count(name) for name in ("i0", "i1")) >= 90
 
 
+def test_a_plan_to_gather_is_not_left_for_a_lull_of_decodes() -> None:
+    """Two at a time, each of which is there for 1.6 s: now and then there is none."""
+    rng, scheduler, now_ms, plans = random.Random(1), fleet(Policy.dynamic), 0.0, []
+    while now_ms < 120_000.0:
+        now_ms += rng.expovariate(1 / 800.0)
+        prediction = placed(scheduler, request(str(now_ms), 8192, 32), now_ms).prediction
+        assert prediction is not None
+        plans.append(prediction.gathering)
+    assert all(plans[plans.index(1) :])
+
+
 def test_a_plan_to_gather_is_not_left_for_the_decodes_of_before_it_began() -> None:
     """Answers of five or ten tokens: few run at a time, and from an empty fleet on there were fewer. Later they may all be over."""
     for seed in range(100):
