@@ -252,6 +252,21 @@ std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std:
   return tokens;
 }
 
+std::int64_t ExecutionPredictor::Behind(std::uint64_t key, double now_ms) {
+  Advance(base_, now_ms);
+  bool is_ahead = false;
+  std::int64_t behind = 0;
+  for (const Prefill& prefill : base_.prefills) {
+    behind += is_ahead ? 1 : 0;
+    is_ahead |= prefill.request.key == key;
+  }
+  for (const VirtualRequest& request : base_.waiting) {
+    behind += is_ahead && request.ready_ms <= base_.now_ms ? 1 : 0;
+    is_ahead |= request.key == key;
+  }
+  return behind;
+}
+
 std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double now_ms) {
   Advance(base_, now_ms);
   for (const Decode& decode : base_.decodes) {

@@ -10,16 +10,9 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Who waits on alpha's instance has come already, as if at this rate; when arrivals end, these are
-// all that a change delays.
-SearchOptions WithQueue(SearchOptions options, const PendingHandOff& pending, double now_ms) {
-  ExecutionPredictor& predictor = *pending.alpha.predictor;
-  const double queue_ms = predictor.PrefillFreeMs(now_ms) - now_ms;
-  if (queue_ms > 0.0) {
-    const auto waiting = static_cast<double>(predictor.BeforeBeta(now_ms).requests);
-    options.arrivals_per_ms = std::max(options.arrivals_per_ms, waiting / queue_ms);
-  }
-  return options;
+SearchInstance WithBehind(SearchInstance instance, std::int64_t behind) {
+  instance.behind = behind;
+  return instance;
 }
 
 class Look {
@@ -28,12 +21,14 @@ class Look {
        const SearchOptions& options, double now_ms)
       : pending_(pending),
         request_(request),
-        options_(WithQueue(options, pending, now_ms)),
+        options_(options),
         now_ms_(now_ms),
         end_token_(ComputedTokens(request.prompt_tokens, request.expected_output_tokens)),
         standing_(pending.alpha.predictor->Find(pending.alpha_key, now_ms)),
-        on_alpha_(search.PriceDecoding(pending.alpha, request, options_, now_ms)),
-        on_beta_(search.PriceDecoding(pending.beta, request, options_, now_ms)),
+        behind_(pending.alpha.predictor->Behind(pending.alpha_key, now_ms)),
+        on_alpha_(
+            search.PriceDecoding(WithBehind(pending.alpha, behind_), request, options, now_ms)),
+        on_beta_(search.PriceDecoding(pending.beta, request, options, now_ms)),
         alpha_queue_ms_(pending.alpha.predictor->PrefillFreeMs(now_ms) - now_ms),
         beta_queue_ms_(pending.beta.predictor->PrefillFreeMs(now_ms) - now_ms),
         overtaken_(static_cast<double>(pending.beta.predictor->BeforeBeta(now_ms).requests)),
@@ -41,7 +36,11 @@ class Look {
             pending.beta.predictor->AdmittedMs(now_ms, request.prompt_tokens, true),
             request.expected_output_tokens)) {}
 
-  bool possible() const { return standing_ && standing_->prefill_tokens > 0; }
+  // A cut before which alpha stands, of which it computes prompt; not one in the answer.
+  bool possible() const {
+    return standing_ && standing_->prefill_tokens > 0 &&
+           pending_.split_token < request_.prompt_tokens;
+  }
   std::int64_t computed() const { return standing_->context_tokens; }
 
   double AloneMs() const {
@@ -53,8 +52,7 @@ class Look {
     if (!forecast) return kNever;
     Outcome outcome = on_alpha_;
     outcome.ttft_ms = pending_.waited_ms + forecast->prefill_end_ms - now_ms_;
-    outcome.others_wait_ms =
-        OthersWait(alpha_queue_ms_, Lasting(forecast->start_ms, forecast->prefill_end_ms));
+    outcome.others_wait_ms = BehindWaits(Lasting(forecast->start_ms, forecast->prefill_end_ms));
     return ObjectiveMs(outcome, request_.slo);
   }
 
@@ -84,17 +82,16 @@ class Look {
     Outcome outcome = on_beta_;
     outcome.ttft_ms = pending_.waited_ms + cut.left_ms;
     outcome.hand_off_ms = options_.hand_off_price_ms + options_.hand_off_price_share * cut.left_ms;
-    // beta waits for alpha, others only for what is queued before them, the same whenever it is
-    // this one's turn, and those that beta overtakes for its prefill and its seat; one that resumes
-    // shares a step of decodes.
+    // beta waits for alpha, others only for what is queued before them, and those that beta
+    // overtakes for its prefill and its seat; one that resumes shares a step of decodes.
     const bool resumes = request_.prompt_tokens - split_token <= 1;
     const double took_ms = resumes ? 0.0 : Lasting(second->start_ms, second->prefill_end_ms);
     // What is computed has left already.
     const double moving_ms = options_.MovingMs(rest.prefill_tokens);
     const double beta_ms = took_ms + moving_ms;
-    outcome.others_wait_ms =
-        OthersWait(alpha_queue_ms_, Lasting(first->start_ms, first->end_ms) + moving_ms) +
-        OthersWait(beta_queue_ms_, beta_ms) + overtaken_ * (beta_ms + seat_ms_);
+    outcome.others_wait_ms = BehindWaits(Lasting(first->start_ms, first->end_ms) + moving_ms) +
+                             OthersWait(beta_queue_ms_, beta_ms) +
+                             overtaken_ * (beta_ms + seat_ms_);
     cut.objective_ms = ObjectiveMs(outcome, request_.slo);
     return cut;
   }
@@ -104,15 +101,20 @@ class Look {
     return end_ms - std::max(start_ms, now_ms_);
   }
   double OthersWait(double queue_ms, double work_ms) const {
-    return OthersWaitMs(std::max(0.0, queue_ms), work_ms, options_.arrivals_per_ms);
+    return OthersWaitMs(queue_ms, work_ms, options_.arrivals_per_ms);
+  }
+  // On alpha's instance as many as come while its queue lasts, or as are behind it already.
+  double BehindWaits(double work_ms) const {
+    return std::max(static_cast<double>(behind_) * work_ms, OthersWait(alpha_queue_ms_, work_ms));
   }
 
   const PendingHandOff& pending_;
   const SearchRequest& request_;
-  const SearchOptions options_;
+  const SearchOptions& options_;
   const double now_ms_;
   const std::int64_t end_token_;
   const std::optional<VirtualRequest> standing_;
+  const std::int64_t behind_;
   const Outcome on_alpha_, on_beta_;
   const double alpha_queue_ms_;
   const double beta_queue_ms_;

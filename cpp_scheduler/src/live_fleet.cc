@@ -12,10 +12,10 @@ namespace dynaserve {
 namespace {
 
 constexpr double kPlanEveryMs = 1000.0;
-// Half of what a smoothed number is of the time before.  While some gather, few decodes may all be
-// over for a second or two.
-constexpr double kSmoothingMs = 1000.0;
-constexpr double kKeptSmoothingMs = 5000.0;
+// Half-lives of smoothed numbers.  While some gather, few decodes may all be over for a second or
+// two.
+constexpr double kHalfLifeMs = 1000.0;
+constexpr double kGatheredHalfLifeMs = 5000.0;
 // While nothing gathers. A plan looks at every instance, and so not with each request of a large
 // fleet.
 constexpr double kBeginEveryMs = 10.0;
@@ -166,8 +166,9 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   const bool begins = plan_.gathering == 0;
   const bool is_due = now_ms - planned_ms_ >= (begins ? kBeginEveryMs : kPlanEveryMs);
   if (!is_due && accepting.size() == planned_instances_) return;
-  const double half_life_ms = begins ? kSmoothingMs : kKeptSmoothingMs;
-  const double kept = std::exp2(-(now_ms - smoothed_ms_) / half_life_ms);
+  const double since_ms = now_ms - smoothed_ms_;
+  const double kept_answers = std::exp2(-since_ms / kHalfLifeMs);
+  const double kept = begins ? kept_answers : std::exp2(-since_ms / kGatheredHalfLifeMs);
   planned_ms_ = smoothed_ms_ = now_ms;
   planned_instances_ = accepting.size();
   std::int64_t decodes = 0, context = 0, answers = 0;
@@ -185,7 +186,8 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     order.push_back({&instance, then.decodes});
   }
   smoothed_decodes_ = kept * smoothed_decodes_ + (1.0 - kept) * static_cast<double>(decodes);
-  smoothed_answers_ = kept * smoothed_answers_ + (1.0 - kept) * static_cast<double>(answers);
+  smoothed_answers_ =
+      kept_answers * smoothed_answers_ + (1.0 - kept_answers) * static_cast<double>(answers);
   FleetDemand demand;
   demand.instances = static_cast<std::int64_t>(accepting.size());
   demand.decodes =

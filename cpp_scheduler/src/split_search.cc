@@ -44,8 +44,8 @@ VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
 
 // How much later, per step, the decodes of an instance are for one more.  Where the fleet's are
 // kept level, all of them, and all that wait there, as they are going to decode: by what their step
-// is longer than if the fleet's were even, neither beyond the limit, as who would make it longer is
-// not let in.  Else the others, by what it adds to a step beyond the limit.  By the context that a
+// is longer than if the fleet's were even, and not beyond the limit, as who would make it longer
+// waits.  Else the others, by what it adds to a step beyond the limit.  By the context that a
 // decode of the fleet has on average: young decodes grow old together, and what is about to end is
 // soon no load.
 double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
@@ -58,8 +58,8 @@ double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
     return scale * predictor.table().StepMs({0, 0.0, count, std::llround(context)});
   };
   if (std::isfinite(options.level_step_ms)) {
-    const double level_ms = std::min(scale * options.level_step_ms, limit_ms);
-    const double excess_ms = std::min(step_ms(decodes + 1), limit_ms) - level_ms;
+    const double excess_ms =
+        std::min(step_ms(decodes + 1), limit_ms) - scale * options.level_step_ms;
     return static_cast<double>(decodes + 1) * std::max(0.0, excess_ms);
   }
   const auto excess_ms = [&](std::int64_t count) {
@@ -126,6 +126,7 @@ void SplitSearch::SketchAll(std::span<const SearchInstance> instances, const Sea
     Sketch sketch;
     sketch.index = ranked_[k].index;
     sketch.keeps_free = instance.keeps_free;
+    sketch.behind = instance.behind;
     sketch.queue_ms = ranked_[k].queue_ms;
     sketch.full_step_tokens = static_cast<double>(std::max<std::int64_t>(1, budget.tokens));
     sketch.full_step_ms = std::max(budget.step_ms, row.StepMs(1, 0.0)) * scale;
@@ -177,9 +178,11 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
     const double pressure =
         std::max(options.prefill_pressure, std::min(1.0, decoding.queue_ms / lasts_ms));
     const double lost_ms = pressure * options.lost_share * lasts_ms;
+    const double others_ms =
+        std::max(static_cast<double>(decoding.behind) * lost_ms,
+                 OthersWaitMs(decoding.queue_ms, lost_ms, options.arrivals_per_ms));
     outcome.lost_prefill_ms =
-        (lost_ms + OthersWaitMs(decoding.queue_ms, lost_ms, options.arrivals_per_ms)) /
-        (1.0 - std::min(options.prefill_pressure, kMostPressure));
+        (lost_ms + others_ms) / (1.0 - std::min(options.prefill_pressure, kMostPressure));
   }
   return outcome;
 }

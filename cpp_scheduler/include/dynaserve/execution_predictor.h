@@ -115,6 +115,9 @@ class ExecutionPredictor {
   // Takes a request out, wherever it is; false: it is not there (any more).
   bool Remove(std::uint64_t key, double now_ms);
 
+  // Requests whose prompts wait, or are under way, behind that one's; 0: it has none there.
+  std::int64_t Behind(std::uint64_t key, double now_ms);
+
   // A request as it stands now by the prediction; nullopt: it is not there (any more).
   std::optional<VirtualRequest> Find(std::uint64_t key, double now_ms);
 

@@ -20,6 +20,7 @@ inline double WorthProbingMs(double best_ms) {
 struct SplitSearch::Sketch {
   std::size_t index = 0;
   bool keeps_free = false;
+  std::int64_t behind = 0;
   double queue_ms = 0.0;        // until the prefills are done that are there
   double begins_ms = 0.0;       // until a newcomer would begin, as far as is known,
   double beta_begins_ms = 0.0;  // and one that has begun elsewhere: before those that wait,

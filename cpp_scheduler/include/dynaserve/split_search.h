@@ -27,7 +27,8 @@ struct SearchInstance {
   std::int64_t cached_tokens = 0;    // of this prompt, in its prefix cache
   std::int64_t promised_tokens = 0;  // KV of its requests at their likely ends
   std::optional<std::uint64_t> own_key =
-      std::nullopt;  // of this request, where it is on the timeline already
+      std::nullopt;         // of this request, where it is on the timeline already,
+  std::int64_t behind = 0;  // and how many are behind it there
 };
 
 struct SearchRequest {
