@@ -64,6 +64,16 @@ def test_dynamic_is_compared_with_the_best_of_the_baselines(grid: Path, tmp_path
     assert ratio == pytest.approx(capacity["dynamic"] / max(capacity["chunk 256"], capacity["SLO-aware colocation"]))
 
 
+def test_an_overload_is_that_of_slo_aware_colocation_too(grid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "overload.csv"
+    common = ("--gpu-grid", str(grid), "--traces", str(tmp_path), "--requests", "40", "--output", str(out))
+    command("overload", *common, "--workloads", "mini-reasoning", "--tbt-slo-ms", "100")
+    with out.open() as file:
+        rows = {row["what"]: float(row["here"]) for row in csv.DictReader(file)}
+    assert set(rows) == {"mini-reasoning at 100 ms: goodput", "mini-reasoning at 100 ms: mean TTFT"}
+    assert all(value > 0 for value in rows.values())
+
+
 def test_a_row_without_a_published_figure_has_no_ratio(tmp_path: Path) -> None:
     write(tmp_path / "rows.csv", [Row("a", 2.0), Row("b", 3.0, 2.0)])
     assert (tmp_path / "rows.csv").read_text().splitlines()[1:] == ["a,2.0,,", "b,3.0,2.0,1.5"]
@@ -96,7 +106,7 @@ def test_a_part_of_a_table_that_has_no_parts_is_refused(tmp_path: Path, capsys: 
         with pytest.raises(SystemExit) as end:
             command("table1", "--gpu-grid", str(tmp_path / "grid.csv"), "--traces", str(tmp_path), *part)
         assert end.value.code == 2
-        assert "are of baselines, oracle, plans, not of table1" in capsys.readouterr().err
+        assert "are of baselines, oracle, overload, plans, not of table1" in capsys.readouterr().err
 
 
 def test_the_oracle_takes_the_cuts_and_seeds_that_it_is_told(

@@ -38,9 +38,10 @@ COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "oracle": oracle.oracle,
     "plans": oracle.plans,
     "baselines": baselines.baselines,
+    "overload": baselines.overload,
 }
 
-OVER_MANY = ("baselines", "oracle", "plans")
+OVER_MANY = ("baselines", "oracle", "overload", "plans")
 """Those of which --workloads and --tbt-slo-ms take a part."""
 
 

@@ -49,3 +49,18 @@ def baselines(bench: Bench) -> Iterator[Row]:
                     ratio = found["dynamic"] / found[best]
                     verdict = "" if ratio >= LEAST else ", MISSED"
                     yield Row(f"{workload} at {slo_ms} ms: dynamic / {best}{verdict}", ratio)
+
+
+def overload(bench: Bench) -> Iterator[Row]:
+    """Goodput and mean TTFT of dynamic over those of SLO-aware colocation: too much comes, twice the rate that a search begins with, then nobody."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for workload, first in bench.chosen(FIRST_PER_S).items():
+            for slo_ms in bench.slos_ms:
+                offered = ("--drawn", "--tbt-slo-ms", slo_ms)
+                colocated, dynamic = (
+                    found.result()
+                    for found in [pool.submit(bench.summary, workload, 2 * first, *offered, *system) for system in (SLO_AWARE, DYNAMIC)]
+                )
+                yield Row(f"{workload} at {slo_ms} ms: goodput", dynamic.goodput_tokens_per_s / colocated.goodput_tokens_per_s)
+                if colocated.ttft_ms and dynamic.ttft_ms:
+                    yield Row(f"{workload} at {slo_ms} ms: mean TTFT", dynamic.ttft_ms.mean / colocated.ttft_ms.mean)
