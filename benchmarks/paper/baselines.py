@@ -52,7 +52,7 @@ def baselines(bench: Bench) -> Iterator[Row]:
 
 
 def overload(bench: Bench) -> Iterator[Row]:
-    """Goodput and mean TTFT of dynamic over those of SLO-aware colocation: too much comes, twice the rate that a search begins with, then nobody."""
+    """Goodput and mean TTFT of dynamic over those of SLO-aware colocation when twice the first rate of a search comes, then nobody."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for workload, first in bench.chosen(FIRST_PER_S).items():
             for slo_ms in bench.slos_ms:
