@@ -42,8 +42,11 @@ class Pending:
         return revised_objective_ms(SplitSearch(), self.hand_off, split, self.request, self.options, self.now_ms)
 
 
-def random_pending(seed: int) -> Pending | None:
-    """A hand-off under way between two busy instances, somewhere on its way; None where the draw leaves none."""
+def random_pending(seed: int, past_prompt_tokens: int | None = None) -> Pending | None:
+    """A hand-off under way between two busy instances, somewhere on its way; None where the draw leaves none.
+
+    past_prompt_tokens: the cut has moved into the answer, and alpha computes its prompt again.
+    """
     rng = random.Random(seed)
     instances, request, options = random_search(seed)
     if len(instances) < 2 or request.prompt_tokens < 64:
@@ -72,7 +75,7 @@ def random_pending(seed: int) -> Pending | None:
         beta=SearchInstance(second, promised_tokens=rng.choice([0, 39_000])),
         alpha_key=ALPHA_KEY,
         beta_key=BETA_KEY,
-        split_token=split,
+        split_token=split if past_prompt_tokens is None else request.prompt_tokens + past_prompt_tokens,
         waited_ms=now_ms - NOW_MS,
     )
     return Pending(hand_off, request, options, standing.context_tokens, split, now_ms)
@@ -228,6 +231,14 @@ def test_a_hand_off_whose_alpha_stands_is_not_revised() -> None:
     cut.scheduler.parked(cut.name, cut.placement.split_token, cut.now_ms + 10.0)
     load_beta(cut, cut.now_ms + 100.0)
     assert cut.scheduler.revise(cut.name, cut.now_ms + 300.0) is None
+
+
+@pytest.mark.parametrize("past_prompt_tokens", [0, 1, 300])
+def test_a_cut_that_has_moved_into_the_answer_is_not_revised_while_the_prompt_is_computed_again(past_prompt_tokens: int) -> None:
+    drawn = [pending for seed in range(100) if (pending := random_pending(seed, past_prompt_tokens)) is not None]
+    assert len(drawn) > 20
+    for pending in drawn:
+        assert revise_hand_off(SplitSearch(), pending.hand_off, pending.request, pending.options, pending.now_ms) is None
 
 
 def test_forced_cuts_and_those_of_the_paper_s_policy_are_not_revised() -> None:

@@ -57,10 +57,8 @@ def overload(bench: Bench) -> Iterator[Row]:
         for workload, first in bench.chosen(FIRST_PER_S).items():
             for slo_ms in bench.slos_ms:
                 offered = ("--drawn", "--tbt-slo-ms", slo_ms)
-                colocated, dynamic = (
-                    found.result()
-                    for found in [pool.submit(bench.summary, workload, 2 * first, *offered, *system) for system in (SLO_AWARE, DYNAMIC)]
-                )
+                started = [pool.submit(bench.summary, workload, 2 * first, *offered, *system) for system in (SLO_AWARE, DYNAMIC)]
+                colocated, dynamic = (run.result() for run in started)
                 yield Row(f"{workload} at {slo_ms} ms: goodput", dynamic.goodput_tokens_per_s / colocated.goodput_tokens_per_s)
                 if colocated.ttft_ms and dynamic.ttft_ms:
                     yield Row(f"{workload} at {slo_ms} ms: mean TTFT", dynamic.ttft_ms.mean / colocated.ttft_ms.mean)

@@ -36,7 +36,7 @@ class Look {
             pending.beta.predictor->AdmittedMs(now_ms, request.prompt_tokens, true),
             request.expected_output_tokens)) {}
 
-  // A cut before which alpha stands, of which it computes prompt; not one in the answer.
+  // An alpha that computes its prompt, also for the second time, and a cut inside that.
   bool possible() const {
     return standing_ && standing_->prefill_tokens > 0 &&
            pending_.split_token < request_.prompt_tokens;
