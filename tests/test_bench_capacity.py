@@ -20,6 +20,7 @@ from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.search import FACTOR, Found, highest_rate, steps
 from dynaserve.bench.trial import Trial
 from dynaserve.bench.verdict import LostCause, Verdict, growth, judged
+from dynaserve.errors import ConfigError
 from tests.completion_server import Act, CompletionServer, running_server
 
 SLO = Slo(100.0)
@@ -272,6 +273,16 @@ def test_the_capacity_of_a_known_server_is_found(server: CompletionServer, tmp_p
     assert 4 <= found["capacity_per_s"] <= 24
     assert found["command"].startswith("dynaserve bench capacity --url ")
     assert {trial["not_sustained"] is None for trial in found["repetitions"][0]["trials"]} == {True, False}
+
+
+def test_a_rate_at_which_nothing_arrives_in_time_is_judged_by_its_first_request(server: CompletionServer, tmp_path: Path) -> None:
+    duration, raw = ("--duration-s", "0.05"), tmp_path / "raw.json"
+    planned = options.parse(["--url", server.url, "--workload", "fixed:20,5", "--rate", "1", "--seed", "1", *duration])
+    with pytest.raises(ConfigError, match="no request .* arrives in the first 0.05 s"):
+        replay.plan_requests(planned)
+    assert command(server, *duration, "--rate", "1", "--least-rate", "1", "--most-rate", "1", "--output", str(raw)) == 0
+    trials = json.loads(raw.read_text())["repetitions"][0]["trials"]
+    assert [(one["rate_per_s"], one["summary"]["requests"]) for one in trials] == [(1.0, 1)]
 
 
 def test_what_was_measured_before_an_error_stays(server: CompletionServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

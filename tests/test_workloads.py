@@ -118,9 +118,10 @@ def test_an_unknown_arrival_process_is_refused(process: str) -> None:
         arrivals.arrival_times(process, catalog.load("fixed:1,1"), 1.0, rng())
 
 
-def times_of(workload: Workload, requests: int | None, duration_s: float | None) -> list[float | None]:
+def times_of(workload: Workload, requests: int | None, duration_s: float | None, fewest: int = 0) -> list[float | None]:
     times = (0.5 * number for number in range(1_000_000))
-    return [request.arrived_at_s for request in arrivals.schedule(workload, times, requests=requests, duration_s=duration_s)]
+    planned = arrivals.schedule(workload, times, requests=requests, duration_s=duration_s, fewest=fewest)
+    return [request.arrived_at_s for request in planned]
 
 
 def test_a_schedule_is_cut_by_number_and_by_time() -> None:
@@ -130,6 +131,17 @@ def test_a_schedule_is_cut_by_number_and_by_time() -> None:
     assert times_of(sample, 3, 1.0) == [0.0, 0.5]
     assert times_of(sample, 300, None) == times_of(sample, None, None)
     assert len(times_of(catalog.load("fixed:1,1"), 1000, None)) == 1000
+
+
+def test_the_fewest_are_there_however_late_they_arrive() -> None:
+    sample = catalog.load("sample")
+    assert times_of(sample, None, 1.0, fewest=1) == [0.0, 0.5]
+    assert times_of(sample, None, 1.0, fewest=4) == [0.0, 0.5, 1.0, 1.5]
+    assert times_of(sample, 3, 1.0, fewest=4) == [0.0, 0.5, 1.0]
+    late = arrivals.schedule(sample, iter([7.0, 8.0]), requests=None, duration_s=1.0, fewest=1)
+    assert [request.arrived_at_s for request in late] == [7.0]
+    with pytest.raises(WorkloadError, match="no request of workload sample arrives in the first 1.0 s"):
+        arrivals.schedule(sample, iter([7.0, 8.0]), requests=None, duration_s=1.0)
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,19 @@ def arrival_times(process: str, workload: Workload, rate_per_s: float | None, rn
     return gamma(rate_per_s, cv, rng)
 
 
-def schedule(workload: Workload, times: Iterator[float], *, requests: int | None, duration_s: float | None) -> list[TraceRequest]:
+def schedule(
+    workload: Workload, times: Iterator[float], *, requests: int | None, duration_s: float | None, fewest: int = 0
+) -> list[TraceRequest]:
     """The first requests with these arrival times: that many, and only those before `duration_s`; None: no such bound.
 
-    Raises WorkloadError if the workload ends before either bound is reached, or has no end and no bound.
+    fewest: so many in any case, however late they arrive. Raises WorkloadError if the workload ends before either bound is reached, or has no end and no bound.
     """
     if workload.endless and requests is None and duration_s is None:
         raise WorkloadError(f"workload {workload.name} has no end: say how many requests or seconds")
     planned: list[TraceRequest] = []
     for row, at_s in zip(cycle(workload.requests) if workload.endless else workload.requests, times, strict=False):
-        if len(planned) == requests or (duration_s is not None and at_s >= duration_s):
+        is_late = duration_s is not None and at_s >= duration_s and len(planned) >= fewest
+        if is_late or len(planned) == requests:
             break
         planned.append(replace(row, arrived_at_s=at_s))
     else:

@@ -61,8 +61,8 @@ def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
     return 0
 
 
-def plan_requests(opts: ReplayOptions) -> list[TraceRequest]:
-    """What is sent when, by the options and the seed alone. Raises ConfigError."""
+def plan_requests(opts: ReplayOptions, fewest: int = 0) -> list[TraceRequest]:
+    """What is sent when, by the options and the seed alone; at least so many, though they arrive after its duration. Raises ConfigError."""
     try:
         workload = catalog.scaled(catalog.load(opts.workload, opts.traces, opts.tokenizer), opts.scale)
         if opts.skip_s is not None:
@@ -73,7 +73,7 @@ def plan_requests(opts: ReplayOptions) -> list[TraceRequest]:
         if opts.drawn:
             workload = catalog.drawn(workload, catalog.GENERATED_REQUESTS, np.random.default_rng((opts.seed, 1)))
         times = arrivals.arrival_times(opts.arrivals, workload, opts.rate_per_s, rng)
-        return arrivals.schedule(workload, times, requests=opts.requests, duration_s=opts.duration_s)
+        return arrivals.schedule(workload, times, requests=opts.requests, duration_s=opts.duration_s, fewest=fewest)
     except WorkloadError as error:
         raise ConfigError(str(error)) from error
 

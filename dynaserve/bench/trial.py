@@ -65,7 +65,8 @@ def run(
     all, and all together decide. attempts: how often a run in which the client was late is tried in all; then NotTrusted is raised.
     """
     opts = replace(opts, rate_per_s=rate_per_s)
-    plans = [replay.plan_requests(replace(opts, seed=seed + number * _NEXT_SEED)) for number in range(most_runs)]
+    # At a low rate nothing may arrive in the duration: the first request decides then.
+    plans = [replay.plan_requests(replace(opts, seed=seed + number * _NEXT_SEED), fewest=1) for number in range(most_runs)]
     gaps = sum(request.output_tokens - 1 for requests in plans for request in requests)
     cause, done = LostCause(gaps, opts.slo), list[_Done]()
     for requests in plans:
