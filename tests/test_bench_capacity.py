@@ -278,7 +278,7 @@ def test_the_capacity_of_a_known_server_is_found(server: CompletionServer, tmp_p
 def test_a_rate_at_which_nothing_arrives_in_time_is_judged_by_its_first_request(server: CompletionServer, tmp_path: Path) -> None:
     duration, raw = ("--duration-s", "0.05"), tmp_path / "raw.json"
     planned = options.parse(["--url", server.url, "--workload", "fixed:20,5", "--rate", "1", "--seed", "1", *duration])
-    with pytest.raises(ConfigError, match="no request .* arrives in the first 0.05 s"):
+    with pytest.raises(ConfigError, match=r"no request .* arrives in the first 0\.05 s"):
         replay.plan_requests(planned)
     assert command(server, *duration, "--rate", "1", "--least-rate", "1", "--most-rate", "1", "--output", str(raw)) == 0
     trials = json.loads(raw.read_text())["repetitions"][0]["trials"]

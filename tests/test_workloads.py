@@ -140,7 +140,7 @@ def test_the_fewest_are_there_however_late_they_arrive() -> None:
     assert times_of(sample, 3, 1.0, fewest=4) == [0.0, 0.5, 1.0]
     late = arrivals.schedule(sample, iter([7.0, 8.0]), requests=None, duration_s=1.0, fewest=1)
     assert [request.arrived_at_s for request in late] == [7.0]
-    with pytest.raises(WorkloadError, match="no request of workload sample arrives in the first 1.0 s"):
+    with pytest.raises(WorkloadError, match=r"no request of workload sample arrives in the first 1\.0 s"):
         arrivals.schedule(sample, iter([7.0, 8.0]), requests=None, duration_s=1.0)
 
 
