@@ -69,8 +69,8 @@ def schedule(
 ) -> list[TraceRequest]:
     """The first requests with these arrival times: that many, and only those before `duration_s`; None: no such bound.
 
-    fewest: so many in any case, however late they arrive. Raises WorkloadError if the workload ends before either bound is reached, or
-    has no end and no bound.
+    fewest: so many, but no more than `requests`, however late they arrive. Raises WorkloadError if the workload ends before either bound
+    is reached, or has no end and no bound.
     """
     if workload.endless and requests is None and duration_s is None:
         raise WorkloadError(f"workload {workload.name} has no end: say how many requests or seconds")
