@@ -7,7 +7,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.
 help:       ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
 
-demo: runtime ## start a local fleet, cut one request at four places, stop the fleet
+demo: runtime ## start a local fleet, stream one request uncut and cut at three places, stop the fleet
 	$(BIN)/python -m dynaserve.local.demo
 
 up: runtime ## start a local fleet and keep it until Ctrl-C (front-end on PORT=8000)

@@ -1,4 +1,4 @@
-"""`make demo` and `make up`: a local fleet of two instances, and the same request cut at four places.
+"""`make demo` and `make up`: a local fleet of two instances, and the same request uncut and cut at three places.
 
 Exit status 0: the answers are equal and each cut happened where it was asked for; 1: not so, or a process failed;
 2: the machine lacks something.
@@ -47,7 +47,7 @@ Summarize this story in two sentences."""
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dynaserve.local.demo", description="Run a local fleet and cut one request at four places."
+        prog="python -m dynaserve.local.demo", description="Run a local fleet and stream one request uncut, then cut at three places."
     )
     parser.add_argument("--stay", action="store_true", help="only start the fleet, and keep it until Ctrl-C")
     parser.add_argument("--port", type=int, help=f"of the front-end (default: {PORT} with --stay, otherwise a free one)")
