@@ -376,7 +376,7 @@ def test_decodes_are_kept_level_where_nothing_is_gathered() -> None:
     kv_tokens=st.integers(1000, 500_000),
     current=st.integers(0, 12),
     pressure=st.sampled_from([0.0, 0.04, 0.06, 0.5, 1.5]),
-    outputs=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
+    outputs=st.sampled_from([0.0, 0.05, 0.2, 0.35, 1.0]),
     to_come=st.floats(10.0, 4000.0),
     kv_token_ms=st.sampled_from([0.0, 0.01, 0.06, 0.3]),
 )
@@ -395,13 +395,14 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
 ) -> None:
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=step_ms, kv_tokens=kv_tokens)
 
-    def beside(mean: float) -> float:
+    def beside(mean: float, most_ms: float = step_ms) -> float:
+        shorter = InstanceLimits(step_ms=most_ms, kv_tokens=kv_tokens)
         without = math.exp(-mean)
         free = prefill_rate(table, limits, 0, context, prompt)
         if without > 1 - 1e-9:
             return free
         # As std::llround does.
-        with_some = prefill_rate(table, limits, max(1, math.floor(mean / (1 - without) + 0.5)), context, prompt)
+        with_some = prefill_rate(table, shorter, max(1, math.floor(mean / (1 - without) + 0.5)), context, prompt)
         return without * free + (1 - without) * with_some
 
     colocated, unit = instances * beside(decodes / instances), instances * beside(0)
@@ -437,7 +438,9 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         moved = min(gathering, instances - gathering) * 0.9 / kv_token_ms if kv_token_ms else math.inf
         share = gathering * held / decodes if decodes else 1.0
         prefilled = (instances - gathering) * beside(others)
-        found = gathering * beside(held) + (moved / share if prefilled * share > moved else prefilled)
+        each = outputs * min(arriving, colocated) / gathering
+        all_seats_ms = limits.max_requests / each if each else math.inf
+        found = gathering * beside(held, min(step_ms, all_seats_ms)) + (moved / share if prefilled * share > moved else prefilled)
         return found if outputs * min(arriving, found) <= gathering * most_generated * slack else 0.0
 
     assert plan.colocated_rate == pytest.approx(colocated)
@@ -517,17 +520,43 @@ def test_decodes_are_gathered_where_prompts_press_and_for_a_while_longer() -> No
     assert [gathering(60, 1, limits, share * free) for share in (0.01, 0.049, 0.051, 0.9)] == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("current", "slack"), [(0, 1.0), (1, 1.25)])
-def test_nothing_is_gathered_where_answers_are_what_a_fleet_lacks(current: int, slack: float) -> None:
-    limits = InstanceLimits(step_ms=100.0, kv_tokens=1_000_000, max_requests=128)
-    most_rate = slack * 1.5 * 128 / _decodes_ms(ProfileTable(A100), 128, 1000.0)
-    assert gathering(60, current, limits, 10.0, 0.99 * most_rate) == 1
-    assert gathering(60, current, limits, 10.0, 1.01 * most_rate) == 0
+def test_nothing_stays_gathered_where_answers_are_what_a_fleet_lacks() -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=50.0, kv_tokens=1_000_000, max_requests=128)
+    most = max(n for n in range(1, 129) if _decodes_ms(table, n, 1000.0) <= 50.0)
+    most_rate = 1.25 * 1.5 * most / _decodes_ms(table, most, 1000.0)
+    assert gathering(120, 1, limits, 8.0, 0.99 * most_rate) == 1
+    assert gathering(120, 1, limits, 8.0, 1.01 * most_rate) == 0
     # Answers do not come faster than their prompts are prefilled.
-    assert gathering(60, current, limits, 100.0, 1.01 * most_rate) == 1
+    assert gathering(120, 1, limits, 100.0, 1.01 * most_rate) == 1
     # Chance is not what a fleet lacks.
-    assert gathering(60, current, limits, 10.0, 1.5 * most_rate, 0.51 * most_rate) == 1
-    assert gathering(60, current, limits, 10.0, 1.5 * most_rate, 0.49 * most_rate) == 0
+    assert gathering(120, 1, limits, 8.0, 1.5 * most_rate, 0.51 * most_rate) == 1
+    assert gathering(120, 1, limits, 8.0, 1.5 * most_rate, 0.49 * most_rate) == 0
+
+
+def test_gathering_instances_generate_what_arrives_with_the_seats_they_have() -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=100.0, kv_tokens=1_000_000, max_requests=128)
+
+    def rate(output_rate: float) -> float:
+        demand = FleetDemand(
+            instances=2,
+            decodes=60,
+            mean_context_tokens=1000.0,
+            prompt_tokens=2000,
+            prefill_rate=10.0,
+            output_rate=output_rate,
+            answer_context_tokens=1000.0,
+        )
+        return plan_fleet(table, limits, demand, 0, forced=1).prefill_rate
+
+    def in_steps_of(step_ms: float) -> float:
+        shorter = InstanceLimits(step_ms=step_ms, kv_tokens=1_000_000, max_requests=128)
+        return prefill_rate(table, shorter, 60, 1000.0, 2000) + prefill_rate(table, limits, 0, 1000.0, 2000)
+
+    assert rate(1.27) == pytest.approx(in_steps_of(100.0))
+    assert rate(1.6) == pytest.approx(in_steps_of(80.0))
+    assert rate(2.56) == pytest.approx(in_steps_of(50.0))
+    assert in_steps_of(100.0) > in_steps_of(80.0) > in_steps_of(50.0)
+    assert [gathering(60, 0, limits, 10.0, output_rate) for output_rate in (1.0, 2.56)] == [1, 0]
 
 
 def test_gathering_instances_are_short_of_room_where_memory_does_not_hold_the_answers_that_come() -> None:
@@ -569,7 +598,8 @@ def test_a_forced_plan_has_its_own_rate_and_room_whatever_it_gains() -> None:
     assert (forced.gathering, forced.is_short_of_room) == (1, True)
     most = 72  # 1.2 times the memory
     rest = prefill_rate(table, limits, math.ceil((200 - most) / 3), 1000.0, 2000)
-    assert forced.prefill_rate == pytest.approx(prefill_rate(table, limits, most, 1000.0, 2000) + 3 * rest)
+    shorter = InstanceLimits(step_ms=256 / 8.0, kv_tokens=60_000)  # all seats taken, these steps generate what arrives
+    assert forced.prefill_rate == pytest.approx(prefill_rate(table, shorter, most, 1000.0, 2000) + 3 * rest)
 
 
 @pytest.mark.parametrize("forced", [0, 4, 9])

@@ -35,28 +35,18 @@ class Rates {
         kept_load_(options.kept_decode_load),
         most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))),
         most_moved_(demand.kv_token_ms > 0.0 ? options.most_link_load / demand.kv_token_ms
-                                             : std::numeric_limits<double>::infinity()) {}
+                                             : std::numeric_limits<double>::infinity()),
+        colocated_(Colocate()) {}
 
-  double Beside(std::int64_t decodes) const {
-    return PrefillRate(table_, limits_, decodes, demand_.mean_context_tokens,
-                       demand_.prompt_tokens);
-  }
+  double Beside(std::int64_t decodes) const { return Beside(decodes, limits_.step_ms); }
 
   // Of an instance that has so many decodes on average.  They come and go: for e^-mean of the time
   // it has none, and prefills in long steps without anybody's plan.
-  double BesideOnAverage(double mean) const {
-    const double without = std::exp(-mean);
-    if (without > kAlways) return free_;
-    const std::int64_t decodes = std::max<std::int64_t>(1, std::llround(mean / (1.0 - without)));
-    return without * free_ + (1.0 - without) * Beside(decodes);
-  }
+  double BesideOnAverage(double mean) const { return BesideOnAverage(mean, limits_.step_ms); }
 
   double Free() const { return free_; }
 
-  double Colocated() const {
-    const auto instances = static_cast<double>(demand_.instances);
-    return instances * BesideOnAverage(demand_.decodes / instances);
-  }
+  double Colocated() const { return colocated_; }
 
   // Of the fleet with so many of its instances gathering, as they do already if that is `kept`.
   double Gathered(std::int64_t gathering, bool kept = false) const {
@@ -70,7 +60,7 @@ class Rates {
     // The decodes that stay need no links.
     const double share = demand_.decodes > 0.0 ? gatherers * held / demand_.decodes : 1.0;
     const double carried = std::min(gatherers, free) * most_moved_;
-    return gatherers * BesideOnAverage(held) +
+    return gatherers * BesideOnAverage(held, GatheringStepMs(gatherers)) +
            (others * share > carried ? carried / share : others);
   }
 
@@ -78,8 +68,7 @@ class Rates {
   double Sustained(std::int64_t gathering, bool kept = false) const {
     const double rate = Gathered(gathering, kept);
     const double most = static_cast<double>(gathering) * most_generated_;
-    const double sure = std::max(0.0, demand_.output_rate - demand_.output_rate_error);
-    return Brought(sure, rate) <= (kept ? kept_load_ * most : most) ? rate : 0.0;
+    return Brought(Sure(), rate) <= (kept ? kept_load_ * most : most) ? rate : 0.0;
   }
 
   bool IsShortOfRoom(std::int64_t gathering, double prefill_rate) const {
@@ -87,6 +76,36 @@ class Rates {
   }
 
  private:
+  double Colocate() const {
+    const auto instances = static_cast<double>(demand_.instances);
+    return instances * BesideOnAverage(demand_.decodes / instances);
+  }
+
+  // In steps of at most step_ms.
+  double Beside(std::int64_t decodes, double step_ms) const {
+    InstanceLimits limits = limits_;
+    limits.step_ms = step_ms;
+    return PrefillRate(table_, limits, decodes, demand_.mean_context_tokens, demand_.prompt_tokens);
+  }
+
+  double BesideOnAverage(double mean, double step_ms) const {
+    const double without = std::exp(-mean);
+    if (without > kAlways) return free_;
+    const std::int64_t decodes = std::max<std::int64_t>(1, std::llround(mean / (1.0 - without)));
+    return without * free_ + (1.0 - without) * Beside(decodes, step_ms);
+  }
+
+  // With all seats taken these steps generate what arrives; in longer ones those instances would
+  // not keep up, and the seats of the others stay empty.
+  double GatheringStepMs(double gatherers) const {
+    const double each = Brought(Sure(), colocated_) / gatherers;
+    const auto seats = static_cast<double>(limits_.max_requests);
+    return each > 0.0 ? std::min(limits_.step_ms, seats / each) : limits_.step_ms;
+  }
+
+  // Output tokens per millisecond, less what may be chance.
+  double Sure() const { return std::max(0.0, demand_.output_rate - demand_.output_rate_error); }
+
   // Of the output tokens per millisecond that arrive, those that so much prefill brings.
   double Brought(double output_rate, double prefill_rate) const {
     const bool is_behind = demand_.prefill_rate > prefill_rate;
@@ -131,6 +150,7 @@ class Rates {
   const double kept_load_;        // times that, where it gathers already,
   const double most_held_;        // and that it generates with all its memory or seats taken
   const double most_moved_;       // tokens per millisecond over the link of one instance
+  const double colocated_;        // of the fleet where nothing is gathered
 };
 
 bool GathersSome(std::int64_t gathering, const FleetDemand& demand) {
