@@ -439,7 +439,7 @@ def test_a_fleet_slower_than_its_table_keeps_up_with_fewer_answers() -> None:
     def gathering(factor: float) -> int:
         scheduler = fleet(Policy.dynamic)
         for name in ("i0", "i1"):
-            scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000, max_requests=64)))
+            scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000, max_requests=256)))
         shape = BatchShape(decodes=10, decode_context_tokens=5000)
         for _ in range(200):
             for name in ("i0", "i1"):
@@ -452,21 +452,20 @@ def test_a_fleet_slower_than_its_table_keeps_up_with_fewer_answers() -> None:
         assert last.prediction is not None
         return last.prediction.gathering
 
-    most_per_ms = 1.5 * 64 / A100.step_ms(BatchShape(decodes=64, decode_context_tokens=64 * 1100))
-    assert 2.0 < most_per_ms < 4.0
+    # With all memory taken, 181 decodes, steps of 90 ms generate them.
     assert gathering(1.0) == 1
     assert gathering(2.0) == 0
 
 
 @pytest.mark.parametrize(
     ("gap_ms", "expected", "had", "gathers"),
-    [(50.0, 200, 50, 1), (50.0, 200, 200, 0), (50.0, 200, 0, 0), (400.0, 800, 1600, 0), (400.0, 800, 800, 1), (400.0, 800, 0, 1)],
+    [(50.0, 200, 50, 1), (50.0, 200, 200, 0), (50.0, 200, 0, 0), (600.0, 800, 1600, 0), (600.0, 800, 800, 1), (600.0, 800, 0, 1)],
 )
 def test_a_plan_reckons_with_answers_as_they_turn_out(gap_ms: float, expected: int, had: int, gathers: int) -> None:
-    """had: output tokens of those that have ended; 0: it is not told. At most some three a millisecond can be gathered on one instance."""
+    """had: output tokens of those that have ended; 0: it is not told. Some two a millisecond can be gathered on one instance."""
     scheduler = fleet(Policy.dynamic)
     for name in ("i0", "i1"):
-        scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000, max_requests=64)))
+        scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000, max_requests=256)))
     for number in range(150):
         if number >= 60:
             scheduler.finish(str(number - 60), gap_ms * number)

@@ -439,7 +439,7 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         share = gathering * held / decodes if decodes else 1.0
         prefilled = (instances - gathering) * beside(others)
         each = outputs * min(arriving, colocated) / gathering
-        all_seats_ms = limits.max_requests / each if each else math.inf
+        all_seats_ms = min(int(kv_tokens / to_come), limits.max_requests) / each if each else math.inf
         found = gathering * beside(held, min(step_ms, all_seats_ms)) + (moved / share if prefilled * share > moved else prefilled)
         return found if outputs * min(arriving, found) <= gathering * most_generated * slack else 0.0
 
@@ -565,9 +565,7 @@ def test_gathering_instances_are_short_of_room_where_memory_does_not_hold_the_an
     def is_short(output_rate: float) -> bool:
         rates = {"prefill_rate": 10.0, "output_rate": output_rate}
         demand = FleetDemand(instances=2, decodes=30, mean_context_tokens=1000.0, prompt_tokens=2000, answer_context_tokens=1000.0, **rates)
-        plan = plan_fleet(table, limits, demand, 1)
-        assert plan.gathering == 1
-        return plan.is_short_of_room
+        return plan_fleet(table, limits, demand, 1, forced=1).is_short_of_room
 
     most_rate = 60 / _decodes_ms(table, 60, 1000.0)
     assert [is_short(share * most_rate) for share in (0.5, 0.99, 1.01)] == [False, False, True]
@@ -598,7 +596,7 @@ def test_a_forced_plan_has_its_own_rate_and_room_whatever_it_gains() -> None:
     assert (forced.gathering, forced.is_short_of_room) == (1, True)
     most = 72  # 1.2 times the memory
     rest = prefill_rate(table, limits, math.ceil((200 - most) / 3), 1000.0, 2000)
-    shorter = InstanceLimits(step_ms=256 / 8.0, kv_tokens=60_000)  # all seats taken, these steps generate what arrives
+    shorter = InstanceLimits(step_ms=60 / 8.0, kv_tokens=60_000)  # all memory taken, these steps generate what arrives
     assert forced.prefill_rate == pytest.approx(prefill_rate(table, shorter, most, 1000.0, 2000) + 3 * rest)
 
 

@@ -33,6 +33,7 @@ class Rates {
         most_generated_(options.most_decode_load *
                         Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
         kept_load_(options.kept_decode_load),
+        most_seated_(static_cast<double>(Room(limits.kv_tokens, demand.answer_context_tokens))),
         most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))),
         most_moved_(demand.kv_token_ms > 0.0 ? options.most_link_load / demand.kv_token_ms
                                              : std::numeric_limits<double>::infinity()),
@@ -95,12 +96,11 @@ class Rates {
     return without * free_ + (1.0 - without) * Beside(decodes, step_ms);
   }
 
-  // With all seats taken these steps generate what arrives; in longer ones those instances would
-  // not keep up, and the seats of the others stay empty.
+  // With all seats or memory taken these steps generate what arrives; in longer ones those
+  // instances would not keep up, and the seats and memory of the others stay empty.
   double GatheringStepMs(double gatherers) const {
     const double each = Brought(Sure(), colocated_) / gatherers;
-    const auto seats = static_cast<double>(limits_.max_requests);
-    return each > 0.0 ? std::min(limits_.step_ms, seats / each) : limits_.step_ms;
+    return each > 0.0 ? std::min(limits_.step_ms, most_seated_ / each) : limits_.step_ms;
   }
 
   // Output tokens per millisecond, less what may be chance.
@@ -148,6 +148,7 @@ class Rates {
   const std::int64_t most_kept_;  // and with how many it goes on
   const double most_generated_;   // output tokens per millisecond that may be asked of it,
   const double kept_load_;        // times that, where it gathers already,
+  const double most_seated_;      // decodes of those that arrive, in its memory and seats,
   const double most_held_;        // and that it generates with all its memory or seats taken
   const double most_moved_;       // tokens per millisecond over the link of one instance
   const double colocated_;        // of the fleet where nothing is gathered
