@@ -71,8 +71,8 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
 
 // The plan of the highest prefill rate.  A gathering instance holds as many decodes as it has seats
 // and KV memory for, and as a step of them alone takes at most limits.step_ms; those beyond run on
-// the others.  Its steps are as short as its seats and memory ask for, to generate what arrives.  Nothing is
-// gathered where those instances would not keep up with the answers, in steps of at most
+// the others.  Its steps are as short as its seats and memory ask for, to generate what arrives.
+// Nothing is gathered where those instances would not keep up with the answers, in steps of at most
 // limits.step_ms; they are short of room where seats and KV memory do not suffice to generate what
 // arrives.  What the others prefill has to be moved to the gathering instances: no more of it
 // counts than the links carry. `current` (its number of gathering instances) stays unless another
