@@ -476,6 +476,7 @@ def planned(
     output_rate: float = 0.0,
     output_rate_error: float = 0.0,
     kv_token_ms: float = 0.0,
+    forced: int | None = None,
 ) -> FleetPlan:
     demand = FleetDemand(
         instances=2,
@@ -488,7 +489,7 @@ def planned(
         answer_context_tokens=1000.0,
         kv_token_ms=kv_token_ms,
     )
-    return plan_fleet(ProfileTable(A100), limits, demand, current)
+    return plan_fleet(ProfileTable(A100), limits, demand, current, forced=forced)
 
 
 def gathering(
@@ -537,16 +538,7 @@ def test_gathering_instances_generate_what_arrives_with_the_seats_they_have() ->
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=100.0, kv_tokens=1_000_000, max_requests=128)
 
     def rate(output_rate: float) -> float:
-        demand = FleetDemand(
-            instances=2,
-            decodes=60,
-            mean_context_tokens=1000.0,
-            prompt_tokens=2000,
-            prefill_rate=10.0,
-            output_rate=output_rate,
-            answer_context_tokens=1000.0,
-        )
-        return plan_fleet(table, limits, demand, 0, forced=1).prefill_rate
+        return planned(60, 0, limits, 10.0, output_rate, forced=1).prefill_rate
 
     def in_steps_of(step_ms: float) -> float:
         shorter = InstanceLimits(step_ms=step_ms, kv_tokens=1_000_000, max_requests=128)

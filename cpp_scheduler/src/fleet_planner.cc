@@ -33,8 +33,8 @@ class Rates {
         most_generated_(options.most_decode_load *
                         Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
         kept_load_(options.kept_decode_load),
-        most_seated_(static_cast<double>(Room(limits.kv_tokens, demand.answer_context_tokens))),
-        most_held_(Generated(Room(limits.kv_tokens, demand.answer_context_tokens))),
+        most_seated_(Room(limits.kv_tokens, demand.answer_context_tokens)),
+        most_held_(Generated(most_seated_)),
         most_moved_(demand.kv_token_ms > 0.0 ? options.most_link_load / demand.kv_token_ms
                                              : std::numeric_limits<double>::infinity()),
         colocated_(Colocate()) {}
@@ -100,7 +100,8 @@ class Rates {
   // instances would not keep up, and the seats and memory of the others stay empty.
   double GatheringStepMs(double gatherers) const {
     const double each = Brought(Sure(), colocated_) / gatherers;
-    return each > 0.0 ? std::min(limits_.step_ms, most_seated_ / each) : limits_.step_ms;
+    const auto most = static_cast<double>(most_seated_);
+    return each > 0.0 ? std::min(limits_.step_ms, most / each) : limits_.step_ms;
   }
 
   // Output tokens per millisecond, less what may be chance.
@@ -144,14 +145,14 @@ class Rates {
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
   const double free_;
-  const std::int64_t most_;       // decodes that one instance gathers,
-  const std::int64_t most_kept_;  // and with how many it goes on
-  const double most_generated_;   // output tokens per millisecond that may be asked of it,
-  const double kept_load_;        // times that, where it gathers already,
-  const double most_seated_;      // decodes of those that arrive, in its memory and seats,
-  const double most_held_;        // and that it generates with all its memory or seats taken
-  const double most_moved_;       // tokens per millisecond over the link of one instance
-  const double colocated_;        // of the fleet where nothing is gathered
+  const std::int64_t most_;         // decodes that one instance gathers,
+  const std::int64_t most_kept_;    // and with how many it goes on
+  const double most_generated_;     // output tokens per millisecond that may be asked of it,
+  const double kept_load_;          // times that, where it gathers already,
+  const std::int64_t most_seated_;  // decodes of those that arrive, in its memory and seats,
+  const double most_held_;          // and that it generates with all its memory or seats taken
+  const double most_moved_;         // tokens per millisecond over the link of one instance
+  const double colocated_;          // of the fleet where nothing is gathered
 };
 
 bool GathersSome(std::int64_t gathering, const FleetDemand& demand) {
