@@ -15,6 +15,8 @@ constexpr std::int64_t kMostTried = 32;
 constexpr std::size_t kMostPrompts = 32;
 // Of the time without decodes: beyond, how many there are in the rest of it is lost in rounding.
 constexpr double kAlways = 1.0 - 1e-9;
+// Standard errors, which what is measured exceeds by chance once in twenty times.
+constexpr double kByChance = 1.645;
 
 std::int64_t DividedUp(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
 
@@ -105,7 +107,9 @@ class Rates {
   }
 
   // Output tokens per millisecond, less what may be chance.
-  double Sure() const { return std::max(0.0, demand_.output_rate - demand_.output_rate_error); }
+  double Sure() const {
+    return std::max(0.0, demand_.output_rate - kByChance * demand_.output_rate_error);
+  }
 
   // Of the output tokens per millisecond that arrive, those that so much prefill brings.
   double Brought(double output_rate, double prefill_rate) const {

@@ -56,7 +56,7 @@ struct PlannerOptions {
   double kept_room = 1.25;
   // Output tokens that arrive, over what the gathering instances generate in steps of decodes
   // alone.  More than they can: the others take some, and steps of fewer decodes are shorter.
-  // Beyond, by more than the standard error of what is known, answers are what the fleet lacks.
+  // Beyond, by more than chance explains, answers are what the fleet lacks.
   double most_decode_load = 1.5;
   double kept_decode_load = 1.25;  // times that, to go on gathering: few answers tell little
   // Of the time, what the links may be busy that move the KV of prompts to where decodes are
