@@ -529,9 +529,9 @@ def test_nothing_stays_gathered_where_answers_are_what_a_fleet_lacks() -> None:
     assert gathering(120, 1, limits, 8.0, 1.01 * most_rate) == 0
     # Answers do not come faster than their prompts are prefilled.
     assert gathering(120, 1, limits, 100.0, 1.01 * most_rate) == 1
-    # What is seen once in twenty times by chance, 1.645 standard errors, is not what a fleet lacks.
-    assert gathering(120, 1, limits, 8.0, 1.5 * most_rate, 0.51 / 1.645 * most_rate) == 1
-    assert gathering(120, 1, limits, 8.0, 1.5 * most_rate, 0.49 / 1.645 * most_rate) == 0
+    # What is seen once in ten times by chance, 1.28 standard errors, is not what a fleet lacks.
+    assert gathering(120, 1, limits, 8.0, 1.5 * most_rate, 0.51 / 1.28 * most_rate) == 1
+    assert gathering(120, 1, limits, 8.0, 1.5 * most_rate, 0.49 / 1.28 * most_rate) == 0
 
 
 def test_gathering_instances_generate_what_arrives_with_the_seats_they_have() -> None:

@@ -15,8 +15,8 @@ constexpr std::int64_t kMostTried = 32;
 constexpr std::size_t kMostPrompts = 32;
 // Of the time without decodes: beyond, how many there are in the rest of it is lost in rounding.
 constexpr double kAlways = 1.0 - 1e-9;
-// Standard errors, which what is measured exceeds by chance once in twenty times.
-constexpr double kByChance = 1.645;
+// Standard errors, which what is measured exceeds by chance once in ten times.
+constexpr double kByChance = 1.28;
 
 std::int64_t DividedUp(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
 
