@@ -437,7 +437,7 @@ def test_bad_options_are_refused_before_anything_starts(
 def test_two_comparisons_do_not_write_into_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     with only_writer(tmp_path / "out"), pytest.raises(SystemExit) as end:
-        command.main(["--layers", "30", "--output", str(tmp_path / "out")])  # the whole model: there is none to make
+        command.main(["--layers", "30", "--output", str(tmp_path / "out")])  # the whole model, which other tests need too
     assert end.value.code == 2
     assert "out: another process is writing into this folder" in capsys.readouterr().err
     with only_writer(tmp_path / "out"):  # the one before is done
