@@ -30,9 +30,9 @@ import httpx
 from benchmarks.fidelity import MOST_RUNNING, MOST_STEP_TOKENS, kv_tokens, sigma_of
 from benchmarks.hindsight import Shape, Times, by_chance, with_all_known
 from benchmarks.parsers import parser_of
+from dynaserve.bench.growth import growth
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
-from dynaserve.bench.verdict import growth
 from dynaserve.errors import DynaServeError
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.global_scheduler import Options, Policy
@@ -155,7 +155,7 @@ def _p95(errors: Sequence[float]) -> float:
 
 def steadiness(ended: Sequence[Ended]) -> str:
     """Whether the queue grew, in words."""
-    trend = growth([one.arrived_s for one in ended], [one.ttft_ms for one in ended])
+    trend = growth([([one.arrived_s for one in ended], [one.ttft_ms for one in ended])])
     if trend is None:
         return "too few to tell whether the load was steady"
     verdict = "not a steady load: take a lower --rate" if trend.is_queue else "a steady load"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dynaserve.bench import options
+from dynaserve.bench.growth import growth
 from dynaserve.bench.replay import plan_requests
-from dynaserve.bench.verdict import growth
 from dynaserve.errors import DynaServeError
 
 
@@ -80,7 +80,7 @@ def read(output: Path) -> Run:
     raw: dict[str, Any] = json.loads(output.read_bytes())
     summary = raw["summary"]
     answered = [request for request in raw["requests"] if request["ttft_ms"] is not None]
-    trend = growth([request["sent_s"] for request in answered], [request["ttft_ms"] for request in answered])
+    trend = growth([([request["sent_s"] for request in answered], [request["ttft_ms"] for request in answered])])
     if trend is None:
         raise RunFailed(f"{output}: {len(answered)} requests were answered: too few to say whether their TTFT grows")
     return Run(

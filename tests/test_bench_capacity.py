@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from dynaserve.bench import capacity, options, replay
 from dynaserve.bench.capacity import Repetition, SearchOptions, following, verdict_of
+from dynaserve.bench.growth import Growth, growth
 from dynaserve.bench.measures import Slo, summarize
 from dynaserve.bench.records import Failure, RequestRecord
 from dynaserve.bench.search import FACTOR, Found, highest_rate, steps
 from dynaserve.bench.trial import Trial
-from dynaserve.bench.verdict import LostCause, Verdict, growth, judged
+from dynaserve.bench.verdict import LostCause, Verdict, judged
 from dynaserve.errors import ConfigError
 from tests.completion_server import Act, CompletionServer, running_server
 
@@ -178,20 +179,48 @@ def noisy(slope: float, seed: int, requests: int = 100) -> list[RequestRecord]:
     return [record(index, 0.4 * index, float(max(0.0, wait)) + 0.4 * index * slope) for index, wait in enumerate(waits)]
 
 
+def line(run: list[RequestRecord]) -> Growth:
+    found = growth([([one.sent_s for one in run], [one.ttft_ms or 0.0 for one in run])])
+    assert found is not None
+    return found
+
+
 def test_a_verdict_is_open_where_the_error_of_a_growth_leaves_it_so() -> None:
-    growths = [
-        (seed, growth([one.sent_s for one in run], [one.ttft_ms or 0.0 for one in run]))
-        for seed in range(60)
-        for run in [noisy(0.05, seed)]
-    ]
-    verdicts = {seed: judged([noisy(0.05, seed)], SLO) for seed, _ in growths}
-    assert {verdict.is_open for verdict in verdicts.values()} == {True, False}
-    for seed, line in growths:
-        assert line is not None
-        assert verdicts[seed].is_open == (
-            line.slope + line.error > 0.05 and not (line.slope - line.error > 0.05 and line.slope > 2 * line.error)
-        )
-    assert not any(judged([noisy(slope, seed)], SLO).is_open for slope in (-0.1, 0.3) for seed in range(20))
+    runs = [noisy(0.05, seed) for seed in range(60)]
+    assert {judged([run], SLO).is_open for run in runs} == {True, False}
+    for run in runs:
+        found = line(run)
+        grows = found.slope > 0.05 and found.slope > 2 * found.independent_error
+        assert judged([run], SLO).is_open == (found.slope + found.error > 0.05 and not (grows and found.slope - found.error > 0.05))
+    assert not any(judged([noisy(slope, seed)], SLO).is_open for slope in (-0.2, 0.4) for seed in range(20))
+
+
+@pytest.mark.parametrize("load", [0.8, 1.0, 1.2])
+def test_the_error_of_a_growth_is_that_of_a_queue_whose_requests_wait_alike(load: float) -> None:
+    lines = [line(queue(load, seed)) for seed in range(100)]
+    deviation = float(np.std([found.slope for found in lines]))
+    assert 0.5 * deviation < float(np.mean([found.error for found in lines])) < 2 * deviation
+    assert float(np.mean([found.independent_error for found in lines])) < 0.3 * deviation
+
+
+def test_the_error_of_a_growth_is_the_usual_one_where_requests_do_not_wait_alike() -> None:
+    lines = [line(noisy(0.0, seed)) for seed in range(100)]
+    deviation = float(np.std([found.slope for found in lines]))
+    assert 0.8 * deviation < float(np.mean([found.independent_error for found in lines])) < 1.2 * deviation
+    assert float(np.mean([found.error for found in lines])) < 2 * deviation
+
+
+def test_the_error_of_two_runs_is_less_than_that_of_one() -> None:
+    one, other = (
+        ([float(second) for second in range(100)], [1e3 * wait for wait in np.cumsum(seeded.normal(0, 1, 100))])
+        for seeded in map(np.random.default_rng, (1, 2))
+    )
+    alone, beside, both = growth([one]), growth([other]), growth([one, other])
+    assert alone is not None
+    assert beside is not None
+    assert both is not None
+    assert both.slope == pytest.approx((alone.slope + beside.slope) / 2)
+    assert both.error == pytest.approx(np.hypot(alone.error, beside.error) / 2)
 
 
 def test_two_runs_are_nearer_to_the_truth_than_one() -> None:
@@ -220,6 +249,7 @@ def bursts(late_by_block: list[int]) -> list[RequestRecord]:
 
 def test_late_gaps_leave_a_verdict_open_by_how_they_come() -> None:
     assert not judged([bursts([0] * 10)], SLO).is_open
+    assert judged([bursts([0] * 2)], SLO).is_open, "of so few gaps none may be late by chance"
     assert judged([bursts([0] * 9 + [12])], SLO).is_open, "one burst is chance"
     assert judged([bursts([0] * 9 + [8])], SLO).is_open
     evenly = judged([bursts([3] * 10)], SLO)
@@ -247,8 +277,9 @@ def test_a_run_is_lost_as_soon_as_its_late_gaps_are_too_many(gaps: int, late_sha
 
 
 def test_no_line_is_drawn_through_too_few_requests() -> None:
-    assert growth([0.0, 1.0], [0.0, 5e3]) is None
-    assert growth([1.0] * 20, [5.0] * 20) is None
+    assert growth([([0.0, 1.0], [0.0, 5e3])]) is None
+    assert growth([([1.0] * 20, [5.0] * 20)]) is None
+    assert growth([([0.0, 1.0], [0.0, 5e3])] * 4) is None, "each run has a height of its own"
 
 
 @pytest.fixture

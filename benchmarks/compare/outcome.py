@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from benchmarks.compare.candidates import OURS
 from dynaserve.bench import compare_report
+from dynaserve.bench.capacity import middle_rate
 from dynaserve.bench.comparison import Comparison, Kept, Turn
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import Ratio, paired_ratio
@@ -161,5 +161,5 @@ def geometric_mean(ratios: Collection[float]) -> float:
 
 def _ratio(rates: Sequence[float | None], base: Sequence[float | None]) -> Ratio:
     """Of medians where some repetition found no rate: it counts as 0, as it does in the capacity."""
-    medians = [float(np.median([rate or 0.0 for rate in side])) for side in (rates, base)]
+    medians = [middle_rate(side) for side in (rates, base)]
     return paired_ratio(rates, base) or Ratio(medians[0] / medians[1], None, None)

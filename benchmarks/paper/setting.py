@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from dynaserve.bench import latency_tables, simulate, simulated_policy
+from dynaserve.bench.capacity import middle_rate
 from dynaserve.bench.simulate import SimulatedRun
 from dynaserve.bench.simulated import SimulatedSummary
 from dynaserve.errors import ConfigError
@@ -127,7 +126,7 @@ class Bench:
     def capacity(self, workload: str, first_per_s: float, *more: str) -> float:
         """0: not servable. Raises ConfigError."""
         searching = ("--rate", f"{first_per_s:g}", "--repetitions", str(self.repetitions), "--resolution", "0.03")
-        return float(np.median([rate or 0.0 for rate in simulate.capacities(self.options(workload, *searching, *more))]))
+        return middle_rate(simulate.capacities(self.options(workload, *searching, *more)))
 
     def best_chunk(self, workload: str, first_per_s: float, *more: str) -> tuple[str, float]:
         """The chunk of the highest capacity, as the paper tunes colocation, and that capacity."""

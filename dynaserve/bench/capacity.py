@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from dynaserve.bench import client, options, report, search, trial
@@ -208,8 +208,12 @@ def finding(measure: Callable[[float, int], Trial], searching: SearchOptions, se
 
 def median_rate(found: Sequence[Repetition]) -> float | None:
     """Of the highest rates that passed; a search in which none did counts as 0. None: the median is 0."""
-    median = float(np.median([repetition.passed_per_s or 0.0 for repetition in found]))
-    return median or None
+    return middle_rate(repetition.passed_per_s for repetition in found) or None
+
+
+def middle_rate(rates: Iterable[float | None]) -> float:
+    """The median, the lower one of two: a rate that was tried. None counts as 0."""
+    return median_low([rate or 0.0 for rate in rates])
 
 
 def bracket(repetition: Repetition) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dynaserve import latency_profile
 from dynaserve.bench import expected_lengths, latency_tables, options, replay, report, search, simulate_options, simulated, simulated_policy
-from dynaserve.bench.capacity import BAD_INPUT, INTERRUPTED, drawn_options, search_options
+from dynaserve.bench.capacity import BAD_INPUT, INTERRUPTED, drawn_options, middle_rate, search_options
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.simulated import ModelSize, SimulatedSummary
 from dynaserve.errors import ConfigError
@@ -82,9 +82,9 @@ def run(arguments: Sequence[str]) -> int:
         content = {"command": report.command_line(arguments, "simulate"), "capacities_per_s": found, "summary": summary}
         write_in_one_move(args.output, msgspec.json.encode(content))
     if found is not None:
-        rates = [rate or 0.0 for rate in found]
-        Console(highlight=False).print(f"capacity {float(np.median(rates)):.4g} requests/s (least {min(rates):.4g}, most {max(rates):.4g})")
-        return 0 if np.median(rates) > 0 else 1
+        rates, middle = [rate or 0.0 for rate in found], middle_rate(found)
+        Console(highlight=False).print(f"capacity {middle:.4g} requests/s (least {min(rates):.4g}, most {max(rates):.4g})")
+        return 0 if middle > 0 else 1
     return 0
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from dynaserve.bench.growth import growth
 from dynaserve.bench.measures import Distribution, Slo
-from dynaserve.bench.verdict import WAITS, growth
+from dynaserve.bench.verdict import WAITS
 from dynaserve.simulation import InstanceUse, SimulationResult, gap_bin_ms
 from workloads.trace import TraceRequest
 
@@ -84,8 +85,10 @@ def summarize(
     gaps = gap_percentiles(result.gap_counts)
     late_first = 0 if slo.ttft_ms is None else int(np.count_nonzero(ttft > slo.ttft_ms))
     span_s = float(arrived[-1] - arrived[0]) / 1e3
-    longest_gaps = np.array([outcome.longest_gap_ms for outcome in outcomes])
-    reason = _why_not(arrived, ttft, longest_gaps, gaps, slo)
+    # An answer of one token has no gap.
+    gap_of = [index for index, request in enumerate(requests) if request.output_tokens > 1]
+    longest_gaps = np.array([outcomes[index].longest_gap_ms for index in gap_of])
+    reason = _why_not({WAITS["ttft_ms"]: (arrived, ttft), WAITS["longest_gap_ms"]: (arrived[gap_of], longest_gaps)}, gaps, slo)
     return SimulatedSummary(
         requests=len(requests),
         duration_s=duration_s,
@@ -121,13 +124,14 @@ def gap_percentiles(counts: Sequence[int]) -> Gaps:
 _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def _why_not(arrived_ms: _Array, ttft_ms: _Array, longest_gaps_ms: _Array, gaps: Gaps, slo: Slo) -> str | None:
+def _why_not(waits: Mapping[str, tuple[_Array, _Array]], gaps: Gaps, slo: Slo) -> str | None:
+    """waits: by name when requests arrived and how long they waited, in ms."""
     if gaps.p99 is not None and gaps.p99 > slo.tbt_ms:
         return f"P99 TBT {gaps.p99:.1f} ms"
-    if slo.ttft_ms is not None and (p99 := float(np.percentile(ttft_ms, 99))) > slo.ttft_ms:
+    if slo.ttft_ms is not None and (p99 := float(np.percentile(waits[WAITS["ttft_ms"]][1], 99))) > slo.ttft_ms:
         return f"P99 TTFT {p99:.1f} ms"
-    for name, values in zip(WAITS.values(), (ttft_ms, longest_gaps_ms), strict=True):
-        line = growth((arrived_ms / 1e3).tolist(), values.tolist())
+    for name, (arrived_ms, values_ms) in waits.items():
+        line = growth([((arrived_ms / 1e3).tolist(), values_ms.tolist())])
         if line is not None and line.is_queue:
             return f"{name} grows by {line.slope:.2f} s per s"
     return None

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dynaserve.bench.growth import Series, growth
 from dynaserve.bench.measures import Distribution, Slo
 from dynaserve.bench.records import RequestRecord
 
-GROWTH_LIMIT = 0.05
-"""Seconds of waiting that each second of arrivals adds; a server that is overloaded by 5 % adds as much."""
 FAR_TIMES = 3.0
 """A P99 TBT above so many SLOs is not that of a rate near the capacity."""
 WAITS = {"ttft_ms": "TTFT", "longest_gap_ms": "longest gap"}
 """Of a request, by attribute: what grows where it waits in a queue."""
 _LATE_LIMIT = 0.01
-_SURE = 2.0
-_FEWEST = 8
 _BLOCKS = 10
+_FEW_GAPS = 300
+"""If as many as may be late were, by chance none of so many would be in one run of twenty."""
 
 Records = Sequence[RequestRecord]
 
@@ -38,25 +37,6 @@ class Verdict:
     reason: str | None
     is_open: bool
     promising_share: float
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The least-squares line of a latency over the time of sending: slope (s per s) and its standard error."""
-
-    slope: float
-    error: float
-
-    @property
-    def is_queue(self) -> bool:
-        """Grows by more than the limit, and not by chance."""
-        return self.slope > GROWTH_LIMIT and self.slope > _SURE * self.error
-
-    @property
-    def is_open(self) -> bool:
-        """Neither below the limit by its error, nor above it by as much and not by chance."""
-        is_below = self.slope + self.error <= GROWTH_LIMIT
-        return not is_below and not (self.is_queue and self.slope - self.error > GROWTH_LIMIT)
 
 
 class LostCause:
@@ -78,11 +58,6 @@ class LostCause:
         return self.is_over
 
 
-def growth(sent_s: Sequence[float], latency_ms: Sequence[float]) -> Growth | None:
-    """None: too few requests, or all were sent at once."""
-    return _growth([(sent_s, latency_ms)])
-
-
 def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
     """Of one or more runs at the same rate, together.
 
@@ -91,7 +66,7 @@ def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
     hand-off or for memory. End-to-end times do not tell: they also grow while batches of decodes fill, as long as an answer takes.
     """
     records = [record for run in runs for record in run]
-    lines = {name: line for name in WAITS if (line := _growth([_timed(run, name) for run in runs])) is not None}
+    lines = {name: line for name in WAITS if (line := growth([_timed(run, name) for run in runs])) is not None}
     queues = {name: line for name, line in lines.items() if line.is_queue}
     tbt_p99_ms, tbt_is_open = _p99(gap for record in records for gap in record.gaps_ms), _is_open(runs, slo)
     ttft_p99_ms = _p99(ttft for record in records if (ttft := record.ttft_ms) is not None)
@@ -114,36 +89,23 @@ def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
     return Verdict(found[0][0] if found else None, is_open and not is_final, promising_share)
 
 
-def _timed(run: Records, name: str) -> tuple[list[float], list[float]]:
+def _timed(run: Records, name: str) -> Series:
     pairs = [(record.sent_s, latency) for record in run if (latency := getattr(record, name)) is not None]
     return [at_s for at_s, _ in pairs], [latency for _, latency in pairs]
 
 
-def _growth(runs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Growth | None:
-    """The slope that is common to the runs, each with a height of its own."""
-    lines = [(np.array(sent_s), np.array(latency_ms) / 1e3) for sent_s, latency_ms in runs if len(sent_s)]
-    centred = [(times - times.mean(), latency_s - latency_s.mean()) for times, latency_s in lines]
-    spread = float(sum(np.sum(times**2) for times, _ in centred))
-    count = sum(len(times) for times, _ in lines)
-    if count < _FEWEST or spread == 0:
-        return None
-    slope = float(sum(np.sum(times * latency_s) for times, latency_s in centred)) / spread
-    residual = float(sum(np.sum((latency_s - slope * times) ** 2) for times, latency_s in centred))
-    return Growth(slope, math.sqrt(residual / (count - len(lines) - 1) / spread))
-
-
 def _is_open(runs: Sequence[Records], slo: Slo) -> bool:
-    """Whether the share of late gaps is within its standard error of the one at which P99 is the SLO.
+    """Whether the share of late gaps is within its standard error of the one at which P99 is the SLO, or none of too few gaps is late.
 
     Late gaps come in bursts, so the error is that of the share among blocks of time.
     """
     blocks = np.concatenate([_blocks(run, slo) for run in runs], axis=1)
     late, gaps = blocks.sum(axis=1)
-    if not gaps:
-        return False
+    if not late:
+        return bool(0 < gaps < _FEW_GAPS)
     share = late / gaps
     error = math.sqrt(np.sum((blocks[0] - share * blocks[1]) ** 2) * blocks.shape[1] / (blocks.shape[1] - 1)) / gaps
-    return bool(late) and abs(share - _LATE_LIMIT) <= error
+    return bool(abs(share - _LATE_LIMIT) <= error)
 
 
 def _blocks(run: Records, slo: Slo) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
