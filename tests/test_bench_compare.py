@@ -41,12 +41,15 @@ def test_a_ratio_has_no_interval_from_one_repetition_and_no_value_from_a_system_
 
 def test_the_share_of_cut_requests_is_of_those_in_between() -> None:
     assert CutCounts(13, 17).since(CutCounts(10, 10)) == pytest.approx(0.3)
+    assert CutCounts(13, 17, 2).since(CutCounts(10, 10, 1)) == pytest.approx(0.2), "one of the three came to no hand-off"
     assert CutCounts(3, 7).since(CutCounts(3, 7)) is None
 
 
 def test_cuts_are_counted_over_all_reasons() -> None:
     lines = [f'dynaserve_requests_total{{cut="{cut}",reason="{reason}"}} {count}' for cut, reason, count in _COUNTED]
     assert systems.counts_in("# TYPE dynaserve_requests_total counter\n" + "\n".join(lines) + "\n") == CutCounts(7.0, 5.0)
+    lines.append("dynaserve_lifted_hand_offs_total 2.0")
+    assert systems.counts_in("\n".join(lines) + "\n") == CutCounts(7.0, 5.0, 2.0)
     assert systems.counts_in("vllm:num_requests_running 3.0\n") is None
 
 
@@ -162,7 +165,8 @@ def test_systems_that_python_starts_are_saturated_and_searched_in_turns(tmp_path
             with running_server() as one, running_server() as other:
                 one.act = other.act = Act(slots=slots, delay_s=0.02)
                 yield Running((one.url, other.url), front_pids)
-                assert abs(len(one.prompts) - len(other.prompts)) <= 1
+                # Of each run the first server may have one more; runs that leave a rate open are followed by others.
+                assert 0.8 * len(one.prompts) <= len(other.prompts) <= len(one.prompts)
 
         return System(name, start=start)
 

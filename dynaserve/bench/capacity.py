@@ -132,18 +132,21 @@ def _repetitions(arguments: Sequence[str], opts: ReplayOptions, searching: Searc
     return found
 
 
-def add_search(group: Any) -> None:
+def add_search(group: Any, *, with_runs: bool = True) -> None:
+    """with_runs False: one run decides about a rate."""
     group.add_argument("--repetitions", type=options.whole(1), default=3, metavar="N", help="searches, each of another seed (default: 3)")
     group.add_argument(
         "--resolution", type=options.positive, default=0.05, metavar="X", help="lowest failed / highest passed - 1 (default: 0.05)"
     )
-    group.add_argument(
-        "--most-runs",
-        type=options.whole(1),
-        default=MOST_RUNS,
-        metavar="N",
-        help="of one rate, while they leave it open (default: %(default)s)",
-    )
+    group.set_defaults(most_runs=1)
+    if with_runs:
+        group.add_argument(
+            "--most-runs",
+            type=options.whole(1),
+            default=MOST_RUNS,
+            metavar="N",
+            help="of one rate, while they leave it open (default: %(default)s)",
+        )
     group.add_argument("--least-rate", type=options.positive, metavar="R", help="lowest rate tried (default: --rate / 64)")
     group.add_argument("--most-rate", type=options.positive, metavar="R", help="highest rate tried (default: --rate x 64)")
 

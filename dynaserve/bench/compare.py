@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> CompareOptions:
     group.add_argument("--systems", type=Path, metavar="FILE", help="TOML, see below")
     options.add_server(parser.add_argument_group("server"), with_url=False)
     options.add_workload(parser.add_argument_group("workload"))
-    options.add_measurement(parser.add_argument_group("measurement"))
+    options.add_measurement(parser.add_argument_group("measurement"), ("DIR", "folder of the report"))
     capacity.add_search(parser.add_argument_group("search"))
     args = parser.parse_args(arguments)
     chosen = [systems.from_url(text) for text in args.system] + ([] if args.systems is None else systems.from_toml(args.systems))
@@ -111,6 +111,8 @@ def run(opts: CompareOptions, provenance: Mapping[str, Any]) -> int:
     except (DynaServeError, KeyboardInterrupt) as error:
         if not (measured := sum(map(len, measurement.turns.values()))):
             raise
+        if measurement.is_complete:
+            compare_report.write(opts.output, measurement.comparison, provenance)
         kept = f"turns measured before it: {measured}, in {compare_report.results_path(opts.output)}"
         # Of the same kind, which the exit status tells.
         raise type(error)(f"{str(error) or 'interrupted'}; {kept}") from error

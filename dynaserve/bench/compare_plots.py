@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from dynaserve.bench.comparison import Comparison
+from dynaserve.bench.measures import Slo
+from dynaserve.bench.records import RequestRecord
 from dynaserve.errors import ConfigError
 
 _TIMELINE_BINS = 30
@@ -59,10 +61,14 @@ def _capacity(comparison: Comparison) -> bytes:
 
 
 def _goodput(comparison: Comparison) -> bytes:
-    figure, axes = axes_of("offered requests/s", "goodput, tokens/s within the SLO")
+    """A line through the rates that were sustained; the others, of which a run may have been given up early, are crosses."""
+    figure, axes = axes_of("offered requests/s (x: not sustained)", "goodput, tokens/s within the SLO")
     for system, turns in comparison.turns.items():
-        runs = sorted((run.rate_per_s, run.summary.goodput_tokens_per_s) for turn in turns for run in turn.repetition.trials)
-        axes.plot([rate for rate, _ in runs], [goodput for _, goodput in runs], "o-", label=system)
+        trials = [run for turn in turns for run in turn.repetition.trials]
+        runs = sorted((run.rate_per_s, run.summary.goodput_tokens_per_s, run.not_sustained is None) for run in trials)
+        kept, lost = ([(rate, goodput) for rate, goodput, sustained in runs if sustained == wanted] for wanted in (True, False))
+        (line,) = axes.plot([rate for rate, _ in kept], [goodput for _, goodput in kept], "o-", label=system)
+        axes.plot([rate for rate, _ in lost], [goodput for _, goodput in lost], "x", color=line.get_color())
     axes.legend()
     return png_of(figure)
 
@@ -82,13 +88,16 @@ def _tbt(comparison: Comparison) -> bytes:
 def _timeline(comparison: Comparison) -> bytes:
     figure, axes = axes_of("seconds since the start", "goodput, tokens/s within the SLO")
     for system, run in comparison.side_by_side.items():
-        good = [
-            after
-            for record in run.records
-            for after, gap in zip(record.token_times_s[1:], record.gaps_ms, strict=True)
-            if gap <= comparison.slo.tbt_ms
-        ]
+        good = [at_s for record in run.records for at_s in _in_time_s(record, comparison.slo)]
         counts, edges = np.histogram(good, bins=_TIMELINE_BINS, range=(0.0, max(record.ended_s for record in run.records)))
         axes.stairs(counts / np.diff(edges), edges, label=system)
     axes.legend()
     return png_of(figure)
+
+
+def _in_time_s(record: RequestRecord, slo: Slo) -> list[float]:
+    """When tokens within their SLO came, the first one by that of TTFT."""
+    if record.ttft_ms is None:
+        return []
+    first = record.token_times_s[:1] if slo.ttft_ms is None or record.ttft_ms <= slo.ttft_ms else ()
+    return [*first, *(at_s for at_s, gap in zip(record.token_times_s[1:], record.gaps_ms, strict=True) if gap <= slo.tbt_ms)]

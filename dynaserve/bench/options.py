@@ -107,7 +107,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_server(parser.add_argument_group("server"))
-    add_workload(parser.add_argument_group("workload"))
+    workload = parser.add_argument_group("workload")
+    add_workload(workload)
+    workload.add_argument(
+        "--prompt-seed",
+        type=whole(0),
+        metavar="N",
+        help="of the prompts' tokens (default: a new one, as a prefix cache would serve prompts that were sent before; it is recorded)",
+    )
     add_measurement(parser.add_argument_group("measurement"))
     return parser
 
@@ -131,13 +138,17 @@ def add_server(group: Any, *, with_url: bool = True) -> None:
 
 
 def add_workload(group: Any) -> None:
+    """prompt_seed is None, unless an option says otherwise."""
     group.add_argument("--workload", required=True, metavar="NAME", help=" | ".join(catalog.NAMES))
     group.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files")
     group.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json that counts the tokens of sharegpt:PATH")
     group.add_argument("--skip-s", type=positive, metavar="T", help="leave out the first T seconds of the trace")
     group.add_argument("--rate", type=positive, metavar="R", help="requests per second on average; trace arrivals have their own")
     group.add_argument(
-        "--arrivals", default="poisson", metavar="HOW", help="poisson | gamma:CV | trace | trace-spread (default: %(default)s)"
+        "--arrivals",
+        default="poisson",
+        metavar="HOW",
+        help="poisson | gamma:CV | trace | trace-spread (default: %(default)s)",
     )
     group.add_argument("--requests", type=whole(1), metavar="N", help="only the first N")
     group.add_argument("--duration-s", type=positive, metavar="T", help="only those sent in the first T seconds")
@@ -145,15 +156,11 @@ def add_workload(group: Any) -> None:
     group.add_argument("--drawn", action="store_true", help="each request is a random one of the workload, by the seed; for ever")
     group.add_argument("--max-total-tokens", type=whole(2), metavar="N", help="leave out requests that are longer, after scaling")
     group.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of arrival times and --drawn (default: %(default)s)")
-    group.add_argument(
-        "--prompt-seed",
-        type=whole(0),
-        metavar="N",
-        help="of the prompts' tokens (default: a new one, as a prefix cache would serve prompts that were sent before; it is recorded)",
-    )
+    group.set_defaults(prompt_seed=None)
 
 
-def add_measurement(group: Any) -> None:
+def add_measurement(group: Any, output: tuple[str, str] = ("FILE", "raw data as JSON")) -> None:
+    """output: metavar and help of --output."""
     group.add_argument("--warmup", type=whole(0), default=0, metavar="N", help="requests sent before, one by one, and not counted")
     group.add_argument("--timeout-s", type=positive, default=600.0, metavar="T", help="for one request (default: %(default)s)")
     group.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
@@ -166,7 +173,8 @@ def add_measurement(group: Any) -> None:
         help="the P99 of how late this client may send, and wake up; more is not reported (default: %(default)s, a tenth of the"
         " usual TBT SLO)",
     )
-    group.add_argument("--output", type=Path, metavar="FILE", help="raw data as JSON")
+    metavar, told = output
+    group.add_argument("--output", type=Path, metavar=metavar, help=told)
 
 
 def positive(text: str) -> float:

@@ -16,7 +16,7 @@ example:
 
 Latencies of steps: --profile (what an instance has kept with --dynaserve-profile), --gpu-grid with --gpu-model and --gpu, or
 --roofline. The batch rule of --batching slo is the one that serves. With --capacity it searches the highest rate that is
-sustained, as `dynaserve bench capacity` does, from --rate on.
+sustained, as `dynaserve bench capacity` does, from --rate on, but one run decides about a rate: take --requests by the thousand.
 
 --expect says what policies that predict know of the answers' lengths; by default they know them exactly. Without
 --kv-gbytes-per-s the KV moves at no cost but --hand-off-ms. Policies beside those of `dynaserve serve`: round-robin;
@@ -57,7 +57,7 @@ def _parser() -> options.Parser:
     group.add_argument("--output", type=Path, metavar="FILE", help="the figures as JSON")
     searching = parser.add_argument_group("search")
     searching.add_argument("--capacity", action="store_true", help="search the highest sustained rate")
-    add_search(searching)
+    add_search(searching, with_runs=False)
     return parser
 
 

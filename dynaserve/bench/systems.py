@@ -22,6 +22,7 @@ from dynaserve.local.children import Child, start_child, stop_children
 
 _POLL_INTERVAL_S = 0.5
 _CUTS = re.compile(r'^dynaserve_requests_total\{cut="(yes|no)".*\} (\S+)$', re.MULTILINE)
+_LIFTED = re.compile(r"^dynaserve_lifted_hand_offs_total (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,16 @@ class System:
 
 @dataclass(frozen=True)
 class CutCounts:
-    """Of all requests that the front-end has placed."""
+    """Of all requests that the front-end has placed. lifted: of those with a cut, how many came to no hand-off."""
 
     cut: float
     whole: float
+    lifted: float = 0.0
 
     def since(self, before: CutCounts) -> float | None:
-        """The share of requests cut since then; None: there were none."""
-        cut, whole = self.cut - before.cut, self.whole - before.whole
-        return cut / (cut + whole) if cut + whole > 0 else None
+        """The share of requests handed over since then; None: there were none."""
+        cut, whole, lifted = self.cut - before.cut, self.whole - before.whole, self.lifted - before.lifted
+        return max(0.0, cut - lifted) / (cut + whole) if cut + whole > 0 else None
 
 
 def from_url(text: str) -> System:
@@ -166,7 +168,9 @@ def started(system: System) -> Iterator[Sequence[Child]]:
 def cut_counts(urls: Sequence[str]) -> CutCounts | None:
     """What the front-ends counted so far; None: one of these servers counts no cuts."""
     counts = [counted for url in urls if (counted := _cut_counts(url)) is not None]
-    return CutCounts(sum(one.cut for one in counts), sum(one.whole for one in counts)) if len(counts) == len(urls) else None
+    if len(counts) < len(urls):
+        return None
+    return CutCounts(*(sum(getattr(one, name) for one in counts) for name in ("cut", "whole", "lifted")))
 
 
 def _cut_counts(url: str) -> CutCounts | None:
@@ -182,7 +186,8 @@ def counts_in(metrics: str) -> CutCounts | None:
     if "dynaserve_requests" not in metrics:
         return None
     found = [(kind, float(value)) for kind, value in _CUTS.findall(metrics)]
-    return CutCounts(sum(value for kind, value in found if kind == "yes"), sum(value for kind, value in found if kind == "no"))
+    cut, whole = (sum(value for kind, value in found if kind == wanted) for wanted in ("yes", "no"))
+    return CutCounts(cut, whole, sum(map(float, _LIFTED.findall(metrics))))
 
 
 def _answers(url: str) -> bool:
