@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from dynaserve.bench import compare_plots, simulate
+from dynaserve.bench.capacity import middle_rate
 from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable
 
@@ -71,7 +70,7 @@ def sweep(name: str, options: Sequence[str]) -> list[Row]:
     for system, chosen in SYSTEMS.items():
         for value in values:
             rates = [rate or 0.0 for rate in simulate.capacities([*options, *chosen, option, value])]
-            rows.append((system, value, float(np.median(rates)), min(rates), max(rates)))
+            rows.append((system, value, middle_rate(rates), min(rates), max(rates)))
             print(f"{system:14s} {option} {value:10s} {rows[-1][2]:.3g} requests/s", flush=True)
     return rows
 

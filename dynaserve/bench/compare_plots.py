@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dynaserve.bench.capacity import middle_rate
 from dynaserve.bench.comparison import Comparison
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.records import RequestRecord
@@ -54,7 +55,7 @@ def _capacity(comparison: Comparison) -> bytes:
     figure, axes = axes_of("", "capacity, requests/s")
     for place, system in enumerate(comparison.turns):
         rates = [rate or 0.0 for rate in comparison.rates(system)]
-        middle = float(np.median(rates))
+        middle = middle_rate(rates)
         axes.bar(place, middle, yerr=[[middle - min(rates)], [max(rates) - middle]], capsize=5)
     axes.set_xticks(range(len(comparison.turns)), list(comparison.turns))
     return png_of(figure)

@@ -13,7 +13,7 @@ from dynaserve.bench.trial import Trial
 
 @dataclass(frozen=True)
 class Turn:
-    """One search of one system. cut_share: of the requests of all its runs; None: the server counts no cuts."""
+    """One search of one system. cut_share: of the requests of all its runs, those handed over; None: the server counts no cuts."""
 
     repetition: Repetition
     cut_share: float | None

@@ -56,7 +56,7 @@ class CutCounts:
 
     cut: float
     whole: float
-    lifted: float = 0.0
+    lifted: float
 
     def since(self, before: CutCounts) -> float | None:
         """The share of requests handed over since then; None: there were none."""
@@ -170,7 +170,7 @@ def cut_counts(urls: Sequence[str]) -> CutCounts | None:
     counts = [counted for url in urls if (counted := _cut_counts(url)) is not None]
     if len(counts) < len(urls):
         return None
-    return CutCounts(*(sum(getattr(one, name) for one in counts) for name in ("cut", "whole", "lifted")))
+    return CutCounts(sum(one.cut for one in counts), sum(one.whole for one in counts), sum(one.lifted for one in counts))
 
 
 def _cut_counts(url: str) -> CutCounts | None:
