@@ -16,14 +16,17 @@ COMMANDS = {
 }
 
 
+EXAMPLE = "dynaserve simulate --profile profile.json --workload sample --rate 2 --batching slo --policy dynamic"
+
+
 def main() -> None:
-    run_command("dynaserve", COMMANDS, sys.argv[1:])
+    run_command("dynaserve", COMMANDS, EXAMPLE, sys.argv[1:])
 
 
-def run_command(program: str, commands: Mapping[str, tuple[str, str]], arguments: Sequence[str]) -> None:
+def run_command(program: str, commands: Mapping[str, tuple[str, str]], example: str, arguments: Sequence[str]) -> None:
     """Calls the command that the first argument names with the others. commands: `module:function` and a line of help, by name."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help(program, commands))
+        print(_help(program, commands, example))
         raise SystemExit(0 if arguments else 2)
     command, *rest = arguments
     if command not in commands:
@@ -33,9 +36,10 @@ def run_command(program: str, commands: Mapping[str, tuple[str, str]], arguments
     getattr(import_module(module), function)(rest)
 
 
-def _help(program: str, commands: Mapping[str, tuple[str, str]]) -> str:
+def _help(program: str, commands: Mapping[str, tuple[str, str]], example: str) -> str:
     lines = [f"  {name:10s} {text}" for name, (_, text) in commands.items()]
-    return "\n".join([f"usage: {program} COMMAND ...", "", *lines, "", f"{program} COMMAND --help tells the options of a command."])
+    told = f"{program} COMMAND --help tells the options of a command."
+    return "\n".join([f"usage: {program} COMMAND ...", "", *lines, "", told, "", "example:", f"  {example}"])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -235,6 +236,24 @@ def test_turns_of_another_machine_are_neither_mixed_nor_overwritten(campaign: Ca
     campaign, _ = stopped_before_ours(campaign)
     with pytest.raises(ConfigError, match="holds turns of another machine, cores: 2 there, 4 here: take another --output"):
         campaign.check({"cores": 4})
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "results.json: is not JSON: "),
+        ("[]", "results.json: is no comparison of bench-compare, it lacks commit, machine, options, slo, systems, workload"),
+        ('{"machine": {}, "workload": "", "slo": {}, "systems": {}}', "is no comparison of bench-compare, it lacks commit, options"),
+    ],
+)
+def test_results_of_something_else_are_named_and_not_overwritten(campaign: Campaign, content: str, told: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = campaign.folder("fixed:20,5", 6000.0) / "results.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        campaign.check({"cores": 2})
+    assert path.read_text() == content
 
 
 def test_a_turn_that_failed_is_taken_with_its_own_seed(campaign: Campaign) -> None:

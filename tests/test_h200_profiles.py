@@ -20,8 +20,7 @@ def test_a_profile_is_what_its_grid_teaches(model: str) -> None:
     samples = latency_tables.samples(MEASURED / "steps.csv", model, "h200")
     assert len(samples) > 100
     for sample in samples:
-        # Not saved: what the last three steps had in common, some per cent (`docs/scheduler.md`).
-        assert table.step_ms(sample.shape) == pytest.approx(taught.step_ms(sample.shape), rel=0.03)
+        assert table.step_ms(sample.shape) == pytest.approx(taught.step_ms(sample.shape), rel=1e-9)
     key = latency_profile.key_of(path)
     assert (key.model, key.device, key.vllm_version) == (model, "NVIDIA H200", "0.25.1")
 

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -309,6 +310,32 @@ def test_what_the_last_steps_had_in_common_is_expected_of_the_next_and_soon_forg
     for _ in range(10):
         table.observe(shape, 20.0)
     assert table.step_ms(shape) == pytest.approx(20.0, rel=0.005)
+
+
+def test_what_a_large_step_costs_is_learnt_though_budgets_follow_the_speed_of_the_machine() -> None:
+    """Each step is the largest that is predicted to fit, so that those of fast spells are large, those of slow ones small, and so is the
+    last one before a spell ends: a table that learns by that would find large steps cheap, or dear."""
+
+    def true_ms(prefill_tokens: int) -> float:
+        return 34.0 + 0.13 * prefill_tokens
+
+    def ratio(table: ProfileTable) -> float:
+        beside = decodes(8, 250)
+        return table.step_ms(shape_with(beside, [PrefillWork(160, 0)], 160)) / table.step_ms(shape_with(beside, [PrefillWork(160, 0)], 24))
+
+    rng = random.Random(9)
+    learnt = []
+    for _ in range(5):
+        table = ProfileTable(Roofline(overhead_ms=30.0, token_ms=0.13, knee_tokens=1.0, pair_ms=0.0, decode_ms=0.5, context_ms=0.0))
+        slow = False
+        for _ in range(3000):
+            slow = slow if rng.random() < 0.95 else not slow
+            limits = BatchLimits(step_ms=60.0, max_tokens=256, min_prefill_tokens=16)
+            budget = choose_budget(table, decodes(8, 250), [PrefillWork(1000, 0)], limits)
+            shape = shape_with(decodes(8, 250), [PrefillWork(1000, 0)], budget.tokens)
+            table.observe(shape, true_ms(budget.tokens) * (1.5 if slow else 1.0) * math.exp(rng.gauss(0, 0.08)))
+        learnt.append(ratio(table))
+    assert fmean(learnt) == pytest.approx(true_ms(160) / true_ms(24), rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from dynaserve.bench.capacity import middle_rate
 from dynaserve.bench.comparison import Comparison, Kept, Turn
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import Ratio, paired_ratio
+from dynaserve.errors import ConfigError
 
 LEAST_SHARE = 0.1
 """Of its saturation rate: a system whose capacity is lower is not servable."""
+_KEYS = {"options", "machine", "commit", "workload", "slo", "systems"}
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,12 @@ class Compared:
     systems: Mapping[str, Outcome]
 
     def over_best(self, baselines: Iterable[str]) -> Over | None:
-        """To that one of these which has the highest capacity; None: none is servable, or one side was not measured."""
+        """To that one of these beside which it looks worst; None: none is servable, or one side was not measured."""
         servable = [name for name in baselines if name in self.systems and self.systems[name].servable]
         if OURS not in self.systems or not servable:
             return None
-        best = max(servable, key=lambda name: self.systems[name].capacity_per_s or 0.0)
-        return Over(best, _ratio(self.systems[OURS].rates_per_s, self.systems[best].rates_per_s))
+        ours = self.systems[OURS].rates_per_s
+        return min((Over(name, _ratio(ours, self.systems[name].rates_per_s)) for name in servable), key=lambda over: over.ratio.value)
 
 
 def values_over(baselines: Sequence[str], compared: Iterable[Compared]) -> dict[str, float]:
@@ -146,11 +148,19 @@ def _kept(results: Mapping[str, Any]) -> Kept:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """What the folder holds; empty: nothing."""
+    """What the folder holds; empty: nothing. Raises ConfigError for a file that is not of such a comparison."""
+    path = compare_report.results_path(folder)
     try:
-        results: dict[str, Any] = json.loads(compare_report.results_path(folder).read_bytes())
-    except (OSError, ValueError):
+        results = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(results, dict) or not results.keys() >= _KEYS:
+        told = ", ".join(sorted(_KEYS - set(results if isinstance(results, dict) else ())))
+        raise ConfigError(f"{path}: is no comparison of bench-compare, it lacks {told}")
     return results
 
 

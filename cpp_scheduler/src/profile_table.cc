@@ -12,13 +12,14 @@ namespace {
 constexpr double kInitialSigma = 0.10;
 constexpr double kLeastSigma = 0.01;
 constexpr double kOutlierSigmas = 3.0;
-// Of the last error in the running estimates: a change is followed within some twenty steps.
-constexpr double kScaleGain = 0.05;
 // Of the last error in what the last few steps had in common: other tenants of a machine come and
 // go within some steps.
 constexpr double kRecentGain = 0.3;
+// Of that, what is taken to last, with each step: it is kept where the table is.
+constexpr double kLastingGain = 0.02;
 constexpr double kSigmaGain = 0.02;
 constexpr double kLeastBinGain = 0.05;
+constexpr double kKnownBinSigmas = 0.5;
 // Of a bin from what is read there, in the logarithm: a third each way.
 constexpr double kMostApart = 0.4;
 // Of a bin from its roofline: a factor of 150.
@@ -190,12 +191,12 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
                                 std::to_string(measured_ms) + " ms; both must be positive");
   }
   const Cell cell = Locate(shape);
-  const double predicted_ms = std::exp(log_scale_) * UnscaledMs(shape, cell);
-  const double error =
-      predicted_ms > 0.0 ? std::log(measured_ms / predicted_ms) : kOutlierSigmas * sigma_;
+  const double predicted_ms = scale_ * UnscaledMs(shape, cell);
   const double usual = kOutlierSigmas * sigma_;
-  const double step = std::clamp(error, -usual, usual);
-  const double surprise = std::clamp(error - log_recent_, -usual, usual);
+  const double error = predicted_ms > 0.0 ? std::log(measured_ms / predicted_ms) : usual;
+  // Bins learn only what the steps just before do not explain: budgets are larger while the machine
+  // is fast, and large steps would else seem to be fast ones, and small ones slow.
+  const double surprise = std::clamp(error, -usual, usual);
   const std::array<double, 2> token_weights = {1.0 - cell.token.fraction, cell.token.fraction};
   double squares = 0.0;
   for (const double token_weight : token_weights) {
@@ -208,12 +209,18 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
     const double weight = token_weights[far_t] * cell.weights[corner % 4];
     weight_[bin] += weight;
     const double gain = std::max(kLeastBinGain, 1.0 / (1.0 + weight_[bin]));
+    // The step with which the machine turns slow is a large one, as it was fast before: a bin that
+    // has seen some steps goes by how many are above and below it, hardly by how far.
+    const double most = sigma_ * std::max(kKnownBinSigmas, kOutlierSigmas / (1.0 + weight_[bin]));
     // Divided by the squares, a step at a bin and one between bins move the prediction alike.
-    Learn(bin, NotFarFromRead(bin, log_ratio_[bin] + gain * weight / squares * step));
+    const double learnt = gain * weight / squares * std::clamp(surprise, -most, most);
+    Learn(bin, NotFarFromRead(bin, log_ratio_[bin] + learnt));
   }
-  log_scale_ += kScaleGain * step;
   log_recent_ += kRecentGain * surprise;
   scale_ = std::exp(log_scale_ + log_recent_);
+  const double lasting = kLastingGain * log_recent_;
+  log_scale_ += lasting;
+  log_recent_ -= lasting;
   sigma_ = std::max(kLeastSigma, std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ +
                                            kSigmaGain * surprise * surprise));
   ++observed_;

@@ -12,6 +12,8 @@ COMMANDS = {
     "compare": ("dynaserve.bench.compare:main", "compare the capacities of several systems, in turns, with a report"),
 }
 
+EXAMPLE = "dynaserve bench replay --url http://localhost:8000 --workload sample --rate 2 --tbt-slo-ms 100"
+
 
 def main(arguments: Sequence[str]) -> None:
-    run_command("dynaserve bench", COMMANDS, arguments)
+    run_command("dynaserve bench", COMMANDS, EXAMPLE, arguments)

@@ -3,8 +3,8 @@
 //
 // A roofline says what no step has measured yet.  Over it lies a grid of bins (tokens in the step x
 // decodes x mean context of a decode); each learns by how much the steps near it differ from the
-// roofline, and one factor, shared by all, follows what changes the whole machine at once.  A
-// second shared factor is what the last few steps had in common, which is forgotten as fast.
+// roofline, and one factor, shared by all, follows what changes the whole machine at once: what the
+// last few steps had in common, and the part of it that has lasted, which is kept.
 // Between bins the prediction is linear, beyond the last one it grows as the roofline does.
 //
 // The prediction never falls when any argument grows, whatever was measured (a decode more whose
