@@ -11,6 +11,7 @@ from dynaserve.live_profile import LiveProfile
 from dynaserve.messages import MeasuredStep
 from dynaserve.step_latency import BatchShape, ProfileTable
 from dynaserve.step_report import StepReport
+from dynaserve.taught_table import settled
 
 WINDOW_STEPS = 20
 RECOVERED = 0.15
@@ -54,7 +55,7 @@ def _learnt(steps: Sequence[MeasuredStep]) -> ProfileTable:
         profile.observe(shape_of(step), step.measured_ms)
     if profile.table is None:
         raise ValueError(f"{len(steps)} steps are too few to learn from")
-    return profile.table
+    return settled(profile.table)
 
 
 def shape_of(step: MeasuredStep) -> BatchShape:

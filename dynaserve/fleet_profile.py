@@ -10,6 +10,7 @@ from dataclasses import InitVar, dataclass, field
 
 from dynaserve.live_profile import WARM_UP_STEPS, LiveProfile
 from dynaserve.step_latency import BatchShape, ProfileTable
+from dynaserve.taught_table import settled
 
 FIRST_STEPS = 128 + WARM_UP_STEPS
 """Before so many the table is not told: a few seconds of traffic. At this number and its doubles it has just been fitted."""
@@ -46,4 +47,4 @@ class FleetProfile:
             return None
         self._told_ms = now_ms
         self._next_told = self.steps + min(self.steps, MOST_UNTOLD)
-        return self._profile.table
+        return None if self._profile.table is None else settled(self._profile.table)

@@ -10,6 +10,7 @@ from dynaserve import latency_profile
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.live_profile import LiveProfile
 from dynaserve.step_latency import ProfileTable
+from dynaserve.taught_table import settled
 
 logger = logging.getLogger("vllm.dynaserve.profile")
 
@@ -42,7 +43,7 @@ class ProfileKeeper:
         if self.profile.table is None or now_s - self._saved_s < interval_s or (self._saving and not self._saving.done()):
             return
         self._saved_s = now_s
-        self._saving = self._thread.submit(self._save, copy_of(self.profile.table))
+        self._saving = self._thread.submit(self._save, settled(self.profile.table))
 
     def close(self) -> None:
         """Saves a last time."""
@@ -55,9 +56,3 @@ class ProfileKeeper:
             latency_profile.save(self._path, table, self._key, "learnt by a running instance")
         except OSError as error:  # the engine goes on without
             logger.warning("the latency profile cannot be saved to %s: %s", self._path, error.strerror)
-
-
-def copy_of(table: ProfileTable) -> ProfileTable:
-    copy = ProfileTable(table.roofline)
-    copy.restore(table.bins(), table.log_scale, table.sigma)
-    return copy

@@ -318,7 +318,7 @@ def test_lengths_are_scaled_and_limited(bench: Bench) -> None:
         (["--requests", "x"], "argument --requests: 'x'"),
         (["--workload", "nosuch"], "no workload 'nosuch'"),
         (["--workload", "azure-code"], "--traces"),
-        (["--arrivals", "gamma:0"], "no arrivals 'gamma:0'"),
+        (["--arrivals", "gamma:0"], "arrivals 'gamma:0': 0 is not between 0.001 and 1000"),
         (["--arrivals", "trace"], "no arrival times of its own"),
         (["--vocabulary", "5:5"], "'5:5' is not LOW:HIGH"),
         (["--extra-body", "[]"], "'[]' is not a JSON object"),

@@ -61,13 +61,22 @@ def test_the_best_of_several_baselines_is_named() -> None:
 
 
 def test_a_ratio_has_an_interval_over_the_repetitions_unless_one_found_no_rate() -> None:
-    over = compared(stock=outcome(1.0, 1.0, 1.0), dynamic=outcome(2.0, 4.0, 8.0)).over_best(["stock"])
+    over = compared(stock=outcome(1.0, 1.0, 1.0), dynamic=outcome(2.0, 4.0, 8.0)).over_worst(["stock"])
     assert over is not None
     assert over.ratio.value == pytest.approx(4.0)
     assert over.ratio.low is not None
-    lucky = compared(stock=outcome(1.0, 1.0, 1.0), dynamic=outcome(None, None, 8.0)).over_best(["stock"])
+    lucky = compared(stock=outcome(1.0, 1.0, 1.0), dynamic=outcome(None, None, 8.0)).over_worst(["stock"])
     assert lucky is not None
     assert (lucky.ratio.value, lucky.ratio.low) == (0.0, None)
+
+
+def test_of_several_baselines_the_one_beside_which_ours_looks_worst_counts() -> None:
+    """Of pairs: the one with the higher median had it easy."""
+    one = compared(stock=outcome(1.0, 2.0, 9.0), stock_256=outcome(1.8, 1.9, 18.0), dynamic=outcome(1.0, 2.0, 9.0))
+    over = one.over_worst(["stock", "stock-256"])
+    assert over is not None
+    assert over.baseline == "stock-256"
+    assert over.ratio.value == pytest.approx((1.0 / 1.8 * 2.0 / 1.9 * 9.0 / 18.0) ** (1 / 3))
 
 
 def test_aims_are_met_or_missed_or_not_measured() -> None:

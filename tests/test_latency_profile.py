@@ -10,8 +10,8 @@ import pytest
 
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey, load, save
-from dynaserve.profile_keeper import copy_of
 from dynaserve.step_latency import CONTEXT_BINS, DECODE_BINS, BatchShape, ProfileTable, Roofline, prefill_pairs
+from dynaserve.taught_table import settled
 
 KEY = ProfileKey(model="m", dtype="float32", device="a laptop", parallelism="tp1", vllm_version="0.32.0")
 SHAPES = [BatchShape(prefill_tokens=n, prefill_pairs=prefill_pairs(n, 7), decodes=3, decode_context_tokens=99) for n in (1, 50, 700)]
@@ -49,7 +49,7 @@ def change(path: Path, **fields: Any) -> None:
 
 def test_a_table_comes_back_as_it_was_saved(path: Path, table: ProfileTable) -> None:
     loaded = load(path, KEY)
-    kept = copy_of(table)  # without what the last few steps had in common
+    kept = settled(table)  # without what the last few steps had in common
     assert [loaded.step_ms(shape) for shape in SHAPES] == [kept.step_ms(shape) for shape in SHAPES]
     assert (loaded.bins(), loaded.sigma, loaded.roofline) == (table.bins(), table.sigma, table.roofline)
 

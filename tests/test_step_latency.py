@@ -32,6 +32,7 @@ from dynaserve.step_latency import (
     prefill_pairs,
     shape_with,
 )
+from dynaserve.taught_table import settled
 
 GRID = Path(__file__).parents[2] / "shared" / "gpu_latency_grid.csv.gz"
 A100_14B = Roofline(overhead_ms=12.0, token_ms=0.11, knee_tokens=90.0, pair_ms=5.4e-6, decode_ms=0.02, context_ms=1.3e-4)
@@ -144,7 +145,8 @@ def test_a_table_predicts_measured_gpu_steps_that_it_has_not_seen(system: str) -
         for step in seen:
             table.observe(step.shape, step.measured_ms)
     errors = sorted(abs(table.step_ms(step.shape) / step.measured_ms - 1) for step in unseen)
-    assert sum(errors) / len(errors) < 0.08, errors[len(errors) // 2]
+    alone = fmean(abs(step.measured_ms / table.roofline.step_ms(step.shape) - 1) for step in unseen)
+    assert fmean(errors) < min(0.025, alone)
 
 
 # -- profile table -----------------------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ def test_what_had_drifted_in_a_profile_is_put_together_again() -> None:
         table.observe(shape, 40.0)
     bins = [ProfileBin(learnt.index, learnt.log_ratio + 30.0, learnt.weight) for learnt in table.bins()]
     drifted.restore(bins, table.log_scale - 30.0, table.sigma)
-    assert drifted.step_ms(shape) == pytest.approx(table.step_ms(shape), rel=0.02)
+    assert drifted.step_ms(shape) == pytest.approx(settled(table).step_ms(shape), rel=0.02)
     drifted.observe(shape, 40.0)
     assert drifted.step_ms(shape) == pytest.approx(40.0, rel=0.05)
 
@@ -283,6 +285,45 @@ def test_pauses_of_the_machine_do_not_poison_the_table() -> None:
     for shape, ms in noisy_steps(rng, 500, 1.0):
         table.observe(shape, ms * 50 if rng.random() < 0.01 else ms)
     assert mean_error(table, noisy_steps(rng, 200, 1.0)) < 0.1
+
+
+def test_bins_and_scale_do_not_drift_apart_where_pauses_are_long_and_rare() -> None:
+    rng = random.Random(10)
+    table = ProfileTable(A100_14B)
+    shapes = [
+        decodes(20, 1000),
+        shape_with(decodes(20, 1000), [PrefillWork(300, 0)], 300),
+        shape_with(decodes(5, 400), [PrefillWork(60, 0)], 60),
+    ]
+    true_ms = [1.1 * ProfileTable(A100_14B).step_ms(shape) for shape in shapes]
+    for _ in range(30_000):
+        kind = rng.randrange(3)
+        table.observe(shapes[kind], true_ms[kind] * math.exp(0.08 * (rng.expovariate(1.0) - 1.0)))
+    assert abs(table.log_scale) < 0.2
+    unseen = prefill(4000, 12_000)
+    assert table.step_ms(unseen) == pytest.approx(1.1 * ProfileTable(A100_14B).step_ms(unseen), rel=0.15)
+
+
+def test_a_kind_of_step_that_changes_for_good_is_learnt_anew_and_the_others_are_not() -> None:
+    rng = random.Random(11)
+    table = ProfileTable(A100_14B)
+    kept, changed = decodes(20, 1000), shape_with(decodes(20, 1000), [PrefillWork(500, 0)], 500)
+    kept_ms, changed_ms = table.step_ms(kept), table.step_ms(changed)
+    for factor, steps in ((1.0, 500), (1.4, 1500)):
+        for _ in range(steps):
+            table.observe(kept, kept_ms * math.exp(rng.gauss(0, 0.03)))
+            table.observe(changed, factor * changed_ms * math.exp(rng.gauss(0, 0.03)))
+    assert table.step_ms(changed) / table.step_ms(kept) == pytest.approx(1.4 * changed_ms / kept_ms, rel=0.06)
+
+
+def test_a_step_of_which_the_roofline_says_nothing_teaches_nothing() -> None:
+    table = ProfileTable(Roofline(overhead_ms=0, token_ms=0, knee_tokens=1, pair_ms=0, decode_ms=0, context_ms=0.001))
+    sigma = table.sigma
+    for _ in range(1000):
+        table.observe(prefill(100), 20.0)
+    assert (table.step_ms(prefill(100)), table.sigma, table.observed) == (0.0, sigma, 1000)
+    table.observe(decodes(10, 1000), 11.0)
+    assert 10.0 < table.step_ms(decodes(10, 1000)) < 11.0
 
 
 def test_what_was_learnt_can_be_carried_to_another_table() -> None:
@@ -312,30 +353,30 @@ def test_what_the_last_steps_had_in_common_is_expected_of_the_next_and_soon_forg
     assert table.step_ms(shape) == pytest.approx(20.0, rel=0.005)
 
 
-def test_what_a_large_step_costs_is_learnt_though_budgets_follow_the_speed_of_the_machine() -> None:
+@pytest.mark.parametrize("wrong_token_ms", [0.02, 0.4])
+def test_what_a_large_step_costs_is_learnt_though_budgets_follow_the_speed_of_the_machine(wrong_token_ms: float) -> None:
     """Each step is the largest that is predicted to fit, so that those of fast spells are large, those of slow ones small, and so is the
     last one before a spell ends: a table that learns by that would find large steps cheap, or dear."""
 
-    def true_ms(prefill_tokens: int) -> float:
-        return 34.0 + 0.13 * prefill_tokens
-
-    def ratio(table: ProfileTable) -> float:
-        beside = decodes(8, 250)
-        return table.step_ms(shape_with(beside, [PrefillWork(160, 0)], 160)) / table.step_ms(shape_with(beside, [PrefillWork(160, 0)], 24))
+    def true_ms(prefill_tokens: int, decodes: int) -> float:
+        return 30.0 + 0.13 * prefill_tokens + 0.5 * decodes
 
     rng = random.Random(9)
     learnt = []
     for _ in range(5):
-        table = ProfileTable(Roofline(overhead_ms=30.0, token_ms=0.13, knee_tokens=1.0, pair_ms=0.0, decode_ms=0.5, context_ms=0.0))
+        table = ProfileTable(
+            Roofline(overhead_ms=30.0, token_ms=wrong_token_ms, knee_tokens=1.0, pair_ms=0.0, decode_ms=0.5, context_ms=0.0)
+        )
         slow = False
-        for _ in range(3000):
+        for _ in range(4000):
             slow = slow if rng.random() < 0.95 else not slow
-            limits = BatchLimits(step_ms=60.0, max_tokens=256, min_prefill_tokens=16)
-            budget = choose_budget(table, decodes(8, 250), [PrefillWork(1000, 0)], limits)
-            shape = shape_with(decodes(8, 250), [PrefillWork(1000, 0)], budget.tokens)
-            table.observe(shape, true_ms(budget.tokens) * (1.5 if slow else 1.0) * math.exp(rng.gauss(0, 0.08)))
-        learnt.append(ratio(table))
-    assert fmean(learnt) == pytest.approx(true_ms(160) / true_ms(24), rel=0.2)
+            beside, waiting = decodes(rng.randrange(4, 13), 250), [PrefillWork(rng.randrange(10, 400), 0)]
+            budget = choose_budget(table, beside, waiting, BatchLimits(step_ms=60.0, max_tokens=256, min_prefill_tokens=16))
+            speed = (1.5 if slow else 1.0) * math.exp(rng.gauss(0, 0.08))
+            table.observe(shape_with(beside, waiting, budget.tokens), true_ms(budget.tokens, beside.decodes) * speed)
+        small, large = (shape_with(decodes(8, 250), [PrefillWork(tokens, 0)], tokens) for tokens in (32, 160))
+        learnt.append(table.step_ms(large) / table.step_ms(small))
+    assert fmean(learnt) == pytest.approx(true_ms(160, 8) / true_ms(32, 8), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,11 @@ def test_sharegpt_is_counted_by_a_tokenizer_file(tmp_path: Path) -> None:
             ['{"timestamp": 0, "hash_ids": [4, -1]}'],
             "line 1: hash_ids: [4, -1] is not a list of whole numbers of at least 0",
         ),
+        (
+            "mooncake-jsonl",
+            ['{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [4, 5]}'],
+            "line 1: hash_ids: 2 ids, but 512 prompt tokens are 1 blocks",
+        ),
         ("mooncake-jsonl", ['{"timestamp": 0, "input_length": 0}'], "line 1: input_length: 0"),
         ("vidur", ["num_prefill_tokens,num_decode_tokens", "5,0"], "holds no request"),
     ],
@@ -186,6 +191,8 @@ def test_a_trace_can_be_entered_later() -> None:
     assert [request.arrived_at_s for request in catalog.since(workload, 5.0).requests] == [5.0, 9.0]
     with pytest.raises(WorkloadError, match="no request that arrives at 10 s"):
         catalog.since(workload, 10.0)
+    with pytest.raises(WorkloadError, match="workload mini-reasoning has no arrival times of its own"):
+        catalog.since(catalog.load("mini-reasoning"), 1.0)
 
 
 def test_requests_are_drawn_from_a_workload_by_the_seed() -> None:

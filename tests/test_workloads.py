@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
-from itertools import islice
+import math
+from collections import Counter
+from itertools import islice, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,23 @@ def test_gamma_arrivals_have_the_rate_and_the_burstiness(cv: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
+def test_bursty_arrivals_have_the_rate_and_come_in_spells() -> None:
+    rate_per_s, factor, spell_s = 4.0, 5.0, 10.0
+    until_s = 100_000.0
+    times = np.array(list(takewhile(lambda at_s: at_s < until_s, arrivals.bursty(rate_per_s, factor, spell_s, rng()))))
+    assert len(times) / until_s == pytest.approx(rate_per_s, rel=0.05)
+    counts = np.histogram(times, bins=np.arange(0.0, until_s + 1, spell_s))[0]
+    # Of a Markov-modulated Poisson process: that of Poisson, and that of the rate's two values.
+    half, change_per_s = rate_per_s * (factor - 1) / (factor + 1), 2 / spell_s
+    of_rate = 2 * half**2 * (spell_s / change_per_s - (1 - math.exp(-change_per_s * spell_s)) / change_per_s**2)
+    assert counts.var() == pytest.approx(rate_per_s * spell_s + of_rate, rel=0.1)
+
+
+def test_numbers_of_bursty_arrivals_are_a_factor_and_seconds() -> None:
+    named = arrivals.arrival_times("bursty:5,10", catalog.load("fixed:1,1"), 4.0, rng())
+    assert list(islice(named, 1000)) == list(islice(arrivals.bursty(4.0, 5.0, 10.0, rng()), 1000))
+
+
 def test_arrivals_are_the_same_for_the_same_seed_only() -> None:
     shape = catalog.load("fixed:1,1")
     first, again, other = (list(islice(arrivals.arrival_times("poisson", shape, 1.0, rng(seed)), 5)) for seed in (1, 1, 2))
@@ -112,10 +131,38 @@ def test_lengths_without_times_need_an_arrival_process() -> None:
         arrivals.arrival_times("poisson", catalog.load("fixed:1,1"), None, rng())
 
 
-@pytest.mark.parametrize("process", ["gamma", "gamma:", "gamma:0", "gamma:x", "gamma:inf", "poisson:1", "uniform"])
+@pytest.mark.parametrize(
+    "process",
+    [
+        *("gamma", "gamma:", "gamma:0", "gamma:x", "gamma:inf", "gamma:nan", "gamma:1,2", "poisson:1", "uniform"),
+        *("bursty", "bursty:2", "bursty:2,-1", "bursty:0.5,1", "bursty:5,1e-9", "trace:1"),
+    ],
+)
 def test_an_unknown_arrival_process_is_refused(process: str) -> None:
     with pytest.raises(WorkloadError, match=process):
         arrivals.arrival_times(process, catalog.load("fixed:1,1"), 1.0, rng())
+
+
+@pytest.mark.parametrize(("told", "share"), [("0", 0), (".25", 0.25), ("0.25", 0.25), ("1.0", 1), ("1", 1)])
+def test_a_mixture_has_its_share_of_each_workload(tmp_path: Path, told: str, share: float) -> None:
+    write(tmp_path / "azure_code_2023.csv", HEADER, "0,100,10", "1,101,11")
+    write(tmp_path / "azure_conv_2023.csv", HEADER, "0,20,200", "1,21,201")
+    mixed = catalog.load(f"mixed:{told},azure-code,azure-conv", tmp_path)
+    assert mixed.endless
+    labels = Counter(request.label for request in mixed.requests)
+    assert labels["azure-code"] == share * len(mixed.requests)
+    assert all((request.prompt_tokens >= 100) == (request.label == "azure-code") for request in mixed.requests)
+    if share == 0.25:  # not one after the other
+        assert 0.2 < np.mean([request.label == "azure-code" for request in mixed.requests[:1000]]) < 0.3
+
+
+@pytest.mark.parametrize(
+    "parts", ["", "0.5", "0.5,azure-code", "2,azure-code,azure-code", ".,azure-code,azure-code", "1,azure-code,nosuch"]
+)
+def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path, parts: str) -> None:
+    write(tmp_path / "azure_code_2023.csv", HEADER, "0,100,10")
+    with pytest.raises(WorkloadError, match=r"not mixed:SHARE,NAME,NAME|no workload 'nosuch'"):
+        catalog.load(f"mixed:{parts}", tmp_path)
 
 
 def times_of(workload: Workload, requests: int | None, duration_s: float | None, fewest: int = 0) -> list[float | None]:

@@ -11,6 +11,11 @@ import numpy as np
 from workloads.catalog import Workload
 from workloads.trace import TraceRequest, WorkloadError
 
+WITHOUT_TRACE = ("poisson", "gamma:CV", "bursty:FACTOR,SECONDS")
+PROCESSES = (*WITHOUT_TRACE, "trace", "trace-spread")
+_RANGES = {"gamma": ((1e-3, 1e3),), "bursty": ((1.0, 1e6), (1e-3, 1e9))}
+"""Of the numbers of a process: beyond them a generator makes next to no progress."""
+
 
 def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
     """Endless arrival times, in seconds, with gamma-distributed gaps of mean 1 / rate; cv, their standard deviation over mean, is the
@@ -20,6 +25,19 @@ def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[fl
     while True:
         now_s += rng.gamma(shape, 1 / (rate_per_s * shape))
         yield now_s
+
+
+def bursty(rate_per_s: float, factor: float, seconds: float, rng: np.random.Generator) -> Iterator[float]:
+    """Endless arrival times, in seconds, of a Poisson process whose rate changes between a calm one and one that is `factor` times as
+    high (a Markov-modulated process). Each lasts an exponential time of mean `seconds`; their mean is the rate; it begins with either."""
+    rates_per_s = [2 * rate_per_s / (1 + factor), 2 * rate_per_s * factor / (1 + factor)]
+    now_s, busy = 0.0, int(rng.random() < 0.5)
+    while True:
+        ends_s = now_s + rng.exponential(seconds)
+        # What is left of a gap when the rate changes is forgotten, as such gaps have no memory.
+        while (now_s := now_s + rng.exponential(1 / rates_per_s[busy])) < ends_s:
+            yield now_s
+        now_s, busy = ends_s, 1 - busy
 
 
 def replay(requests: Sequence[TraceRequest], rate_per_s: float | None = None) -> Iterator[float]:
@@ -53,15 +71,17 @@ def spread(requests: Sequence[TraceRequest], rng: np.random.Generator) -> list[T
 
 
 def arrival_times(process: str, workload: Workload, rate_per_s: float | None, rng: np.random.Generator) -> Iterator[float]:
-    """process: `poisson`, `gamma:CV`, `trace` or `trace-spread`. Raises WorkloadError, also if a rate is needed and there is none."""
+    """process: one of PROCESSES. Raises WorkloadError, also if a rate is needed and there is none."""
     if process == "trace":
         return replay(workload.requests, rate_per_s)
     if process == "trace-spread":
         return replay(spread(workload.requests, rng), rate_per_s)
-    cv = _burstiness(process)
+    kind, values = _numbers(process)
     if rate_per_s is None:
         raise WorkloadError(f"arrivals {process} need a rate")
-    return gamma(rate_per_s, cv, rng)
+    if kind == "bursty":
+        return bursty(rate_per_s, values[0], values[1], rng)
+    return gamma(rate_per_s, values[0], rng)
 
 
 def schedule(
@@ -87,17 +107,19 @@ def schedule(
     return planned
 
 
-def _burstiness(process: str) -> float:
-    kind, colon, text = process.partition(":")
-    if process == "poisson":
-        return 1.0
+def _numbers(process: str) -> tuple[str, list[float]]:
+    """`gamma` and its CV, `bursty` and its factor and seconds. Raises WorkloadError."""
+    kind, _, text = ("gamma", ":", "1") if process == "poisson" else process.partition(":")
     try:
-        cv = float(text) if colon and kind == "gamma" else 0.0
+        values = [float(number) for number in text.split(",")]
     except ValueError:
-        cv = 0.0
-    if not 0 < cv < np.inf:
-        raise WorkloadError(f"no arrivals {process!r}; there is poisson, gamma:CV with a CV above 0, trace and trace-spread")
-    return cv
+        values = []
+    if len(values) != len(_RANGES.get(kind, ())) or not values:
+        raise WorkloadError(f"no arrivals {process!r}; there is {', '.join(PROCESSES)}")
+    for value, (least, most) in zip(values, _RANGES[kind], strict=True):
+        if not least <= value <= most:
+            raise WorkloadError(f"arrivals {process!r}: {value:g} is not between {least:g} and {most:g}")
+    return kind, values
 
 
 def _check_end(workload: Workload, planned: Sequence[TraceRequest], requests: int | None, duration_s: float | None) -> None:

@@ -40,6 +40,7 @@ NAMES = (
     "mini-reasoning",
     *SHAPES,
     "hybrid",
+    "mixed:SHARE,NAME,NAME",
     *TRACE_FILES,
 )
 
@@ -67,6 +68,8 @@ def load(name: str, traces: Path | None = None, tokenizer: Path | None = None) -
         return Workload(name, tuple(trace.read(Path(rest))))
     if colon and kind in formats.FORMATS:
         return Workload(name, tuple(formats.read(kind, Path(rest), None if tokenizer is None else formats.tokenizer(tokenizer))))
+    if colon and kind == "mixed":
+        return _mixed(name, rest, traces, tokenizer)
     if colon and kind == "fitted":
         return _generated(name, lengths.fit(load(rest, traces, tokenizer).requests))
     if name in SHAPES:
@@ -100,6 +103,24 @@ def _alternating(name: str, *parts: Workload) -> Workload:
     return Workload(name, tuple(mixed))
 
 
+def _mixed(name: str, parts: str, traces: Path | None, tokenizer: Path | None) -> Workload:
+    """Requests of two workloads, drawn at random, without arrival times and shared prefixes; a share of them is of the first. Labelled by
+    their workload."""
+    match = re.fullmatch(r"(1(?:\.0*)?|0(?:\.[0-9]*)?|\.[0-9]+),([^,]+),([^,]+)", parts, re.ASCII)
+    if match is None:
+        told = "with a share in [0, 1] and two names without a comma, as mixed:0.25,azure-code,azure-conv"
+        raise WorkloadError(f"workload {name!r} is not mixed:SHARE,NAME,NAME {told}")
+    first = round(float(match[1]) * GENERATED_REQUESTS)
+    rng = np.random.default_rng(0)
+    rows: list[TraceRequest] = []
+    for part, number in ((match[2], first), (match[3], GENERATED_REQUESTS - first)):
+        requests = lengths.drawn(load(part, traces, tokenizer).requests, number, rng)
+        # Ids of blocks are those of one trace.
+        rows += [replace(row, arrived_at_s=None, prefix_hashes=(), label=part) for row in requests]
+    order = rng.permutation(len(rows)).tolist()
+    return Workload(name, tuple(rows[index] for index in order), endless=True)
+
+
 def drawn(workload: Workload, count: int, rng: np.random.Generator) -> Workload:
     """That many requests of the workload, each drawn at random, without arrival times; then the same again, for ever."""
     rows = lengths.drawn(workload.requests, count, rng)
@@ -108,6 +129,8 @@ def drawn(workload: Workload, count: int, rng: np.random.Generator) -> Workload:
 
 def since(workload: Workload, start_s: float) -> Workload:
     """Without what arrives before that time of the trace; the rest keeps its times. Raises WorkloadError if nothing is left."""
+    if all(request.arrived_at_s is None for request in workload.requests):
+        raise WorkloadError(f"workload {workload.name} has no arrival times of its own: nothing of it is before {start_s:g} s")
     kept = tuple(request for request in workload.requests if request.arrived_at_s is not None and request.arrived_at_s >= start_s)
     if not kept:
         raise WorkloadError(f"workload {workload.name} has no request that arrives at {start_s:g} s or later")

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from workloads.trace import READ_ERRORS, TraceRequest, WorkloadError, open_text
+from workloads.trace import HASH_BLOCK_TOKENS, READ_ERRORS, TraceRequest, WorkloadError, open_text
 
 CountTokens = Callable[[str], int]
 _QUESTION, _ANSWER = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
@@ -92,8 +93,10 @@ def _mooncake(path: Path, _: CountTokens | None) -> Iterator[TraceRequest]:
             hashes = row.get("hash_ids", [])
             if not isinstance(hashes, list) or any(type(item) is not int or item < 0 for item in hashes):
                 raise WorkloadError(f"{where}: hash_ids: {str(hashes)[:80]} is not a list of whole numbers of at least 0")
-            tokens = _tokens(where, row, "input_length"), _tokens(where, row, "output_length", 0)
-            yield TraceRequest(_number(where, row, "timestamp") / 1e3, *tokens, prefix_hashes=tuple(hashes))
+            prompt, output = _tokens(where, row, "input_length"), _tokens(where, row, "output_length", 0)
+            if len(hashes) > (blocks := math.ceil(prompt / HASH_BLOCK_TOKENS)):
+                raise WorkloadError(f"{where}: hash_ids: {len(hashes)} ids, but {prompt} prompt tokens are {blocks} blocks")
+            yield TraceRequest(_number(where, row, "timestamp") / 1e3, prompt, output, prefix_hashes=tuple(hashes))
 
 
 def _sharegpt(path: Path, count_tokens: CountTokens | None) -> Iterator[TraceRequest]:

@@ -11,7 +11,7 @@ from benchmarks.compare.outcome import Compared, geometric_mean, values_over
 
 @dataclass(frozen=True)
 class Rival:
-    """One baseline, or the best of several in each workload."""
+    """One baseline, or, in each workload, the one of several beside which ours looks worst."""
 
     name: str
     baselines: tuple[str, ...]

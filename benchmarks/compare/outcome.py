@@ -76,7 +76,7 @@ class Compared:
     commit: str
     systems: Mapping[str, Outcome]
 
-    def over_best(self, baselines: Iterable[str]) -> Over | None:
+    def over_worst(self, baselines: Iterable[str]) -> Over | None:
         """To that one of these beside which it looks worst; None: none is servable, or one side was not measured."""
         servable = [name for name in baselines if name in self.systems and self.systems[name].servable]
         if OURS not in self.systems or not servable:
@@ -86,8 +86,8 @@ class Compared:
 
 
 def values_over(baselines: Sequence[str], compared: Iterable[Compared]) -> dict[str, float]:
-    """By workload, the ratio to the best servable one of these baselines, where there is one."""
-    return {one.workload: over.ratio.value for one in compared if (over := one.over_best(baselines)) is not None}
+    """By workload, the ratio to that servable one of these baselines beside which ours looks worst, where there is one."""
+    return {one.workload: over.ratio.value for one in compared if (over := one.over_worst(baselines)) is not None}
 
 
 def why_not_here(folder: Path, options: Mapping[str, Any], repetitions: int, machine: Mapping[str, Any]) -> str | None:

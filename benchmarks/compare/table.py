@@ -32,7 +32,7 @@ def data(at_one_slo: Sequence[Compared]) -> dict[str, Any]:
             one.workload: {
                 "commit": one.commit,
                 "systems": {name: asdict(outcome) | {"servable": outcome.servable} for name, outcome in one.systems.items()},
-                "over": {rival.name: None if (over := one.over_best(rival.baselines)) is None else asdict(over) for rival in RIVALS},
+                "over": {rival.name: None if (over := one.over_worst(rival.baselines)) is None else asdict(over) for rival in RIVALS},
             }
             for one in at_one_slo
         },
@@ -61,7 +61,7 @@ def _ratios(at_one_slo: Sequence[Compared]) -> Iterator[list[str]]:
 
 
 def _over(rival: Rival, one: Compared) -> str:
-    over = one.over_best(rival.baselines)
+    over = one.over_worst(rival.baselines)
     if over is None:
         return "-"
     return str(over.ratio) if len(rival.baselines) == 1 else f"{over.ratio} ({over.baseline})"

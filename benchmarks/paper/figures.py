@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, SLO_AWARE, WORKLOADS, Bench, Row, chunked
+from benchmarks.sensitivity import balance
 from dynaserve.bench.simulate import SimulatedRun
 from dynaserve.errors import ConfigError
-from dynaserve.step_latency import BatchShape, prefill_pairs
 from workloads import catalog
 
 OVERLOAD_PER_S = 8.0
@@ -25,24 +25,11 @@ def figure3(bench: Bench) -> list[Row]:
 
     A prompt token costs its share of a step of 2048, an output token its share of a step of 32 decodes.
     """
-    table = bench.table()
-    prefill_ms = (
-        table.step_ms(BatchShape(prefill_tokens=2048, prefill_pairs=prefill_pairs(2048, 0), decodes=0, decode_context_tokens=0)) / 2048
-    )
-    rows = []
+    table, rows = bench.table(), []
     for name in ("azure-code", "azure-conv", "bursty-chat"):
-        requests = [row for row in catalog.load(name, bench.traces).requests if row.arrived_at_s is not None]
-        context = float(np.mean([row.prompt_tokens + row.output_tokens / 2 for row in requests]))
-        decode = BatchShape(prefill_tokens=0, prefill_pairs=0.0, decodes=32, decode_context_tokens=round(32 * context))
-        decode_ms = table.step_ms(decode) / 32
-        minutes: dict[int, list[float]] = {}
-        for row in requests:
-            sums = minutes.setdefault(int((row.arrived_at_s or 0.0) // 60), [0.0, 0.0])
-            sums[0] += row.prompt_tokens * prefill_ms
-            sums[1] += row.output_tokens * decode_ms
-        heavy = sum(prefill > decode for prefill, decode in minutes.values())
-        shares = [prefill / (prefill + decode) for prefill, decode in minutes.values()]
-        rows.append(Row(f"{name}: minutes in which prefill takes more, of {len(minutes)}", heavy))
+        minutes = balance.minutes_of(name, catalog.load(name, bench.traces).requests, table)
+        shares = [minute.prefill_share for minute in minutes]
+        rows.append(Row(f"{name}: minutes in which prefill takes more, of {len(minutes)}", sum(share > 0.5 for share in shares)))
         rows += [Row(f"{name}: prefill's share of the work, {name_}", float(value)) for name_, value in _spread(shares)]
     return rows
 
@@ -73,26 +60,29 @@ def _middle_per_s(run: SimulatedRun) -> float:
 
 
 def figure8(bench: Bench) -> list[Row]:
-    """Goodput over rate, three models, tokens/s, colocation with its best chunk each time; then the best ratios that the paper names.
+    """Goodput over rate, three models, tokens/s, colocation with its best chunk each time, and with SLO-aware batches, which the paper has
+    not; then the best ratios that the paper names.
 
     The most over colocation also by chunk: what a chunk does that is not the best at each point.
     """
     rows = []
-    most = dict.fromkeys(("coloc", "disagg", *SMALL_CHUNKS), 0.0)
+    most = dict.fromkeys(("coloc", "disagg", "SLO-aware coloc", *SMALL_CHUNKS), 0.0)
+    others = {"disagg": DISAGGREGATED, "SLO-aware coloc": SLO_AWARE, "dynamic": DYNAMIC}
     for size, model in MODELS.items():
         scaled = replace(bench, model=model)
         for workload in WORKLOADS:
             for rate in (1.0, 2.0, 4.0, 6.0, 8.0):
-                systems = {**{chunk: chunked(chunk) for chunk in SMALL_CHUNKS}, "disagg": DISAGGREGATED, "dynamic": DYNAMIC}
+                systems = {**{chunk: chunked(chunk) for chunk in SMALL_CHUNKS}, **others}
                 goodput = {
                     name: scaled.summary(workload, rate, "--drawn", *options).goodput_tokens_per_s for name, options in systems.items()
                 }
                 goodput["coloc"] = max(goodput[chunk] for chunk in SMALL_CHUNKS)
-                rows += [Row(f"{size} {workload} {rate:g}/s {name}", goodput[name]) for name in ("coloc", "disagg", "dynamic")]
+                rows += [Row(f"{size} {workload} {rate:g}/s {name}", goodput[name]) for name in ("coloc", *others)]
                 most = {name: max(found, goodput["dynamic"] / goodput[name]) for name, found in most.items()}
     rows += [Row(f"most of dynamic / coloc, chunk {chunk}", most[chunk], 1.91) for chunk in SMALL_CHUNKS]
     rows.append(Row("most of dynamic / coloc", most["coloc"], 1.91))
     rows.append(Row("most of dynamic / disagg", most["disagg"], 1.61))
+    rows.append(Row("most of dynamic / SLO-aware coloc", most["SLO-aware coloc"]))
     return rows
 
 

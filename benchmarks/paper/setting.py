@@ -21,7 +21,7 @@ GPU = "a100_sxm"
 COST_SCALE, OVERHEAD_MS = 1.2, 2.5
 CALIBRATION = ("--cost-scale", f"{COST_SCALE:g}", "--overhead-ms", f"{OVERHEAD_MS:g}", "--max-running", "128")
 """Chosen so that the six throughputs of Table 1 fit, and used for everything else."""
-CHUNKS = ("256", "512", "1024", "2048")
+CHUNKS = ("256", "384", "512", "1024", "2048")
 """Of vLLM, among which the paper tunes colocation for each workload."""
 DISAGGREGATED = ("--policy", "disaggregated", "--chunk", "2048")
 DYNAMIC = ("--policy", "dynamic", "--batching", "slo")

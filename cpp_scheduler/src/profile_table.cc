@@ -20,6 +20,7 @@ constexpr double kLastingGain = 0.02;
 constexpr double kSigmaGain = 0.02;
 constexpr double kLeastBinGain = 0.05;
 constexpr double kKnownBinSigmas = 0.5;
+constexpr double kBoundedGain = 0.02;
 // Of a bin from what is read there, in the logarithm: a third each way.
 constexpr double kMostApart = 0.4;
 // Of a bin from its roofline: a factor of 150.
@@ -192,11 +193,26 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
   }
   const Cell cell = Locate(shape);
   const double predicted_ms = scale_ * UnscaledMs(shape, cell);
+  ++observed_;
+  if (!(predicted_ms > 0.0)) return;  // nor would it with any factor
+  const double error = std::log(measured_ms / predicted_ms);
   const double usual = kOutlierSigmas * sigma_;
-  const double error = predicted_ms > 0.0 ? std::log(measured_ms / predicted_ms) : usual;
-  // Bins learn only what the steps just before do not explain: budgets are larger while the machine
-  // is fast, and large steps would else seem to be fast ones, and small ones slow.
   const double surprise = std::clamp(error, -usual, usual);
+  LearnInBins(cell, surprise);
+  log_recent_ += kRecentGain * surprise;
+  scale_ = std::exp(log_scale_ + log_recent_);
+  const double lasting = kLastingGain * log_recent_;
+  log_scale_ += lasting;
+  log_recent_ -= lasting;
+  sigma_ = std::max(kLeastSigma, std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ +
+                                           kSigmaGain * surprise * surprise));
+  stale_ = true;
+}
+
+// Bins learn only what the steps just before do not explain: budgets are larger while the machine
+// is fast, and large steps would else seem to be fast ones, and small ones slow.
+void ProfileTable::LearnInBins(const Cell& cell, double surprise) {
+  const double bound = kKnownBinSigmas * sigma_;
   const std::array<double, 2> token_weights = {1.0 - cell.token.fraction, cell.token.fraction};
   double squares = 0.0;
   for (const double token_weight : token_weights) {
@@ -211,20 +227,14 @@ void ProfileTable::Observe(const BatchShape& shape, double measured_ms) {
     const double gain = std::max(kLeastBinGain, 1.0 / (1.0 + weight_[bin]));
     // The step with which the machine turns slow is a large one, as it was fast before: a bin that
     // has seen some steps goes by how many are above and below it, hardly by how far.
-    const double most = sigma_ * std::max(kKnownBinSigmas, kOutlierSigmas / (1.0 + weight_[bin]));
+    const double most = std::max(bound, kOutlierSigmas * sigma_ / (1.0 + weight_[bin]));
+    const double told = std::clamp(surprise, -most, most) - (most > bound ? 0.0 : bounded_mean_);
     // Divided by the squares, a step at a bin and one between bins move the prediction alike.
-    const double learnt = gain * weight / squares * std::clamp(surprise, -most, most);
-    Learn(bin, NotFarFromRead(bin, log_ratio_[bin] + learnt));
+    Learn(bin, NotFarFromRead(bin, log_ratio_[bin] + gain * weight / squares * told));
   }
-  log_recent_ += kRecentGain * surprise;
-  scale_ = std::exp(log_scale_ + log_recent_);
-  const double lasting = kLastingGain * log_recent_;
-  log_scale_ += lasting;
-  log_recent_ -= lasting;
-  sigma_ = std::max(kLeastSigma, std::sqrt((1.0 - kSigmaGain) * sigma_ * sigma_ +
-                                           kSigmaGain * surprise * surprise));
-  ++observed_;
-  stale_ = true;
+  // Pauses are long and rare: without its mean, what is bounded would make all bins fall for ever,
+  // and the scale grow.
+  bounded_mean_ += kBoundedGain * (std::clamp(surprise, -bound, bound) - bounded_mean_);
 }
 
 // Bins that contradict each other are read at the middle between them: their errors never end, and
@@ -293,6 +303,7 @@ void ProfileTable::Restore(std::span<const ProfileBin> bins, double log_scale, d
   }
   log_scale_ = log_scale + drift;
   log_recent_ = 0.0;
+  bounded_mean_ = 0.0;
   scale_ = std::exp(log_scale_);
   sigma_ = std::max(kLeastSigma, sigma);
   observed_ = 0;

@@ -19,6 +19,7 @@ from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.trial import NotTrusted, Trial
 from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable, write_in_one_move
+from workloads.arrivals import WITHOUT_TRACE
 
 NOT_SERVABLE, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
 MOST_RUNS = 2
@@ -166,7 +167,7 @@ def drawn_options(args: argparse.Namespace) -> ReplayOptions:
     if args.requests is None and args.duration_s is None:
         raise ConfigError("--duration-s or --requests is needed: how long each run is")
     if args.arrivals.startswith("trace"):
-        raise ConfigError(f"--arrivals {args.arrivals}: requests are drawn at random, so arrivals are poisson or gamma:CV")
+        raise ConfigError(f"--arrivals {args.arrivals}: requests are drawn at random, so arrivals are one of {', '.join(WITHOUT_TRACE)}")
     return replace(options.replay_options(args), drawn=True)
 
 

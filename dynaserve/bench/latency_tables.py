@@ -8,10 +8,10 @@ import random
 from pathlib import Path
 
 from dynaserve.errors import ConfigError
-from dynaserve.step_latency import BatchShape, ProfileTable, Roofline, StepSample, fit_roofline, prefill_pairs
+from dynaserve.step_latency import BatchShape, ProfileTable, Roofline, StepSample, prefill_pairs
+from dynaserve.taught_table import taught
 from workloads.trace import READ_ERRORS, open_text
 
-_ROUNDS = 6
 _MOST_DIGITS = 9
 """Of a count: the product of two still fits into 64 bits."""
 _COLUMNS = ("model", "system", "tp", "prefill_new", "prefill_cached", "decode_n", "decode_ctx", "ms")
@@ -25,18 +25,10 @@ def from_grid(path: Path, model: str, system: str, overhead_ms: float, cost_scal
     ms * cost_scale + overhead_ms, since such grids are sums of kernels without the host. Raises ConfigError.
     """
     steps = [StepSample(sample.shape, sample.measured_ms * cost_scale + overhead_ms) for sample in samples(path, model, system)]
-    order = random.Random(0)  # what neighbours in the grid have in common would pass for the speed of the machine
     try:
-        table = ProfileTable(fit_roofline(steps))
-        for _ in range(_ROUNDS):
-            order.shuffle(steps)
-            for sample in steps:
-                table.observe(sample.shape, sample.measured_ms)
+        return taught(steps, random.Random(0))
     except ValueError as error:
         raise ConfigError(f"{path}: the steps of {model} on {system} cannot be learnt: {error}") from error
-    learnt = ProfileTable(table.roofline)  # without what the last steps had in common
-    learnt.restore(table.bins(), table.log_scale, table.sigma)
-    return learnt
 
 
 def from_coefficients(text: str) -> ProfileTable:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from dynaserve.bench.endpoint import base_urls
 from dynaserve.bench.measures import Slo
 from dynaserve.errors import ConfigError
-from workloads import catalog
+from workloads import arrivals, catalog
 
 EXAMPLE = """\
 example:
@@ -148,7 +148,7 @@ def add_workload(group: Any) -> None:
         "--arrivals",
         default="poisson",
         metavar="HOW",
-        help="poisson | gamma:CV | trace | trace-spread (default: %(default)s)",
+        help=f"{' | '.join(arrivals.PROCESSES)} (default: %(default)s)",
     )
     group.add_argument("--requests", type=whole(1), metavar="N", help="only the first N")
     group.add_argument("--duration-s", type=positive, metavar="T", help="only those sent in the first T seconds")

@@ -155,9 +155,7 @@ def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[float | None]:
 
 
 def _fleet(args: argparse.Namespace) -> Fleet:
-    sources = [source for source in (args.profile, args.gpu_grid, args.roofline) if source is not None]
-    if len(sources) != 1:
-        raise ConfigError(f"one of --profile, --gpu-grid and --roofline is needed, not {len(sources)} of them")
+    table = table_of(args)
     size = (args.parameters, args.layers, args.hidden, args.peak_tflops)
     if any(size) and not all(size):
         raise ConfigError("--parameters, --layers, --hidden and --peak-tflops are needed together, for MFU")
@@ -179,7 +177,7 @@ def _fleet(args: argparse.Namespace) -> Fleet:
     )
     model = ModelSize(*size) if all(size) else None
     return Fleet(
-        table=_table(args),
+        table=table,
         instances=args.instances,
         placement=placement,
         engine=engine,
@@ -197,7 +195,11 @@ def _fleet(args: argparse.Namespace) -> Fleet:
     )
 
 
-def _table(args: argparse.Namespace) -> ProfileTable:
+def table_of(args: argparse.Namespace) -> ProfileTable:
+    """What a step takes, by the options of `simulate_options.add_latency`. Raises ConfigError."""
+    sources = [source for source in (args.profile, args.gpu_grid, args.roofline) if source is not None]
+    if len(sources) != 1:
+        raise ConfigError(f"one of --profile, --gpu-grid and --roofline is needed, not {len(sources)} of them")
     if args.profile is not None:
         return latency_profile.load(args.profile)
     if args.roofline is not None:

@@ -48,7 +48,9 @@ def _parser() -> options.Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_latency(parser.add_argument_group("latency of steps"))
+    latency = parser.add_argument_group("latency of steps")
+    add_latency(latency)
+    _add_noise(latency)
     _add_fleet(parser.add_argument_group("fleet"))
     options.add_workload(parser.add_argument_group("workload"))
     group = parser.add_argument_group("measurement")
@@ -61,7 +63,8 @@ def _parser() -> options.Parser:
     return parser
 
 
-def _add_latency(group: Any) -> None:
+def add_latency(group: Any) -> None:
+    """Options of which one says how long steps take (`simulate.table_of`)."""
     group.add_argument("--profile", type=Path, metavar="FILE", help="of --dynaserve-profile")
     group.add_argument("--gpu-grid", type=Path, metavar="FILE", help="CSV of measured steps")
     group.add_argument("--gpu-model", metavar="NAME", help="in the grid, as qwen2.5-14b")
@@ -73,6 +76,9 @@ def _add_latency(group: Any) -> None:
     group.add_argument(
         "--roofline", metavar="O,T,K,P,D,C", help="overhead ms, ms a token, knee tokens, ms a pair, a decode, a context token"
     )
+
+
+def _add_noise(group: Any) -> None:
     group.add_argument("--step-sigma", type=options.positive, default=0.02, metavar="X", help="log-normal noise of steps (default: 0.02)")
     group.add_argument(
         "--drift-sigma", type=options.positive, metavar="X", help="of the speed of each instance, log-normal (default: none)"

@@ -14,10 +14,8 @@ import msgspec
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import MeasuredStep
-from dynaserve.step_latency import BatchShape, ProfileTable, StepSample, fit_roofline
-
-_PASSES = 3
-"""Over all samples: the error of a table that has hardly seen any says nothing about the one that is saved."""
+from dynaserve.step_latency import BatchShape, ProfileTable, StepSample
+from dynaserve.taught_table import taught
 
 
 class Point(NamedTuple):
@@ -122,17 +120,8 @@ class PointFile:
 
 
 def table_of(records: Iterable[PointRecord], rng: random.Random) -> ProfileTable:
-    """Learns from the median of each point. Raises ValueError without records.
-
-    rng: of the order of the points: neighbours, one after the other, would pass for a drift of the machine.
-    """
-    samples = [_median(record.steps) for record in records]
-    table = ProfileTable(fit_roofline(samples))
-    for _ in range(_PASSES):
-        rng.shuffle(samples)
-        for sample in samples:
-            table.observe(sample.shape, sample.measured_ms)
-    return table
+    """Learns from the median of each point, in an order by `rng`. Raises ValueError without records."""
+    return taught([_median(record.steps) for record in records], rng)
 
 
 def _median(steps: Sequence[MeasuredStep]) -> StepSample:

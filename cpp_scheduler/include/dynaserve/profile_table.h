@@ -78,8 +78,9 @@ class ProfileTable {
   // Valid until the table learns or ends.
   StepRow RowOf(std::int64_t decodes, std::int64_t decode_context_tokens) const;
 
-  // Learns from a step.  A step far outside the usual error moves the table only as far as the
-  // largest usual error would: a pause of the machine does not poison it, a lasting change does.
+  // Learns from a step, unless none is predicted whatever the factor.  A step far outside the usual
+  // error moves the table only as far as the largest usual error would: a pause of the machine does
+  // not poison it, a lasting change moves it.
   // Throws std::invalid_argument, and learns nothing, for a step without tokens or a time that is
   // not positive.
   void Observe(const BatchShape& shape, double measured_ms);
@@ -112,6 +113,7 @@ class ProfileTable {
   double RowMs(std::size_t token_bin, const Cell& cell) const;
   Cell Locate(const BatchShape& shape) const;
   double UnscaledMs(const BatchShape& shape, const Cell& cell) const;
+  void LearnInBins(const Cell& cell, double surprise);
   double NotFarFromRead(std::size_t bin, double log_ratio) const;
   void Learn(std::size_t bin, double log_ratio);
   void MakeMonotonic() const;
@@ -125,6 +127,7 @@ class ProfileTable {
   std::vector<double> value_ms_;  // prior_ms_ * exp(log_ratio_)
   double log_scale_ = 0.0;
   double log_recent_ = 0.0;
+  double bounded_mean_ = 0.0;
   double scale_ = 1.0;  // the exponential of both
   double sigma_;
   std::int64_t observed_ = 0;
