@@ -158,10 +158,9 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(results, dict) or not results.keys() >= _KEYS:
-        told = ", ".join(sorted(_KEYS - set(results if isinstance(results, dict) else ())))
-        raise ConfigError(f"{path}: is no comparison of bench-compare, it lacks {told}")
-    return results
+    if missing := _KEYS - set(results if isinstance(results, dict) else ()):
+        raise ConfigError(f"{path}: is no comparison of bench-compare, it lacks {', '.join(sorted(missing))}")
+    return dict(results)
 
 
 def geometric_mean(ratios: Collection[float]) -> float:

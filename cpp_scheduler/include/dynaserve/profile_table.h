@@ -127,8 +127,8 @@ class ProfileTable {
   std::vector<double> value_ms_;  // prior_ms_ * exp(log_ratio_)
   double log_scale_ = 0.0;
   double log_recent_ = 0.0;
-  double bounded_mean_ = 0.0;
-  double scale_ = 1.0;  // the exponential of both
+  double bounded_mean_ = 0.0;  // of the surprises, as bins that have seen some steps hear them
+  double scale_ = 1.0;         // the exponential of both
   double sigma_;
   std::int64_t observed_ = 0;
 
