@@ -19,8 +19,8 @@ constexpr double kRecentGain = 0.3;
 constexpr double kLastingGain = 0.02;
 constexpr double kSigmaGain = 0.02;
 constexpr double kLeastBinGain = 0.05;
-// What a bin that has seen some steps hears of an error, at most; and of the last one in the mean of
-// what such bins hear.
+// What a bin that has seen some steps hears of an error, at most; and of the last one in the mean
+// of what such bins hear.
 constexpr double kKnownBinSigmas = 0.5;
 constexpr double kBoundedGain = 0.02;
 // Of a bin from what is read there, in the logarithm: a third each way.
