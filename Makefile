@@ -84,7 +84,7 @@ bench-fidelity: runtime ## two real instances against the simulator with their l
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds
 	$(BIN)/python -m benchmarks.decide $(ARGS)
 
-bench-pairs: dev ## two systems up at once, which get the same requests in turns; ARGS="--traces DIR --cases WORKLOAD:RATE ..." options
+bench-pairs: dev ## systems up at once, which get the same requests in turns; ARGS="--traces DIR --cases WORKLOAD:RATE ..." options
 	$(BIN)/python -m benchmarks.pairs $(ARGS)
 
 bench-predictor: runtime ## when requests were expected to end, and when they did, on real instances; ARGS=... options

@@ -1,8 +1,8 @@
-"""`make bench-pairs`: two systems that are up at the same time get the same requests, in turns, at given rates.
+"""`make bench-pairs`: systems that are up at the same time get the same requests, in turns, at given rates.
 
 The speed of a shared machine wanders by a third for seconds and for minutes, and which requests come together matters as much: a
-capacity that one search finds is that of its minutes and of its seed. Here the two runs of a pair follow each other, and what is
-compared over several seeds are the first tokens' times and the share of late tokens at a rate near the capacity.
+capacity that one search finds is that of its minutes and of its seed. Here the runs of two or more systems follow each other, and what
+is compared over several seeds are the first tokens' times and the share of late tokens at a rate near the capacity.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[int], system_of: SystemOf) -> Iterator[PairedRun]:
-    """A pair for each workload, seed by seed. Raises DynaServeError."""
+    """One run of each system for each workload, seed by seed. Raises DynaServeError."""
     client.allow_many_connections()
     tbt_slo_ms = campaign.tbt_slos_ms[0]
     with ExitStack() as stack:
@@ -111,10 +111,11 @@ def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[in
 
 
 def markdown(names: Sequence[str], found: Sequence[PairedRun]) -> str:
-    """By workload: the mean TTFT (s) and the share of late tokens (%) of each system, and the first's TTFT over the second's, with its
-    95 % interval over the seeds. Pairs of which one run is missing, or had a request that failed, do not count."""
-    lines = [f"| workload, requests/s | pairs | {' | '.join(f'{name}: TTFT s, late %' for name in names)} | TTFT {' / '.join(names)} |"]
-    lines.append("|---" * (3 + len(names)) + "|")
+    """By workload: the mean TTFT (s) and the share of late tokens (%) of each system, and the first's TTFT over each other one's, with
+    its 95 % interval over the seeds. Seeds of which one run is missing, or had a request that failed, do not count."""
+    ratios = [f"TTFT {names[0]} / {name}" for name in names[1:]]
+    lines = [f"| {' | '.join(['workload, requests/s', 'seeds', *(f'{name}: TTFT s, late %' for name in names), *ratios])} |"]
+    lines.append("|---" * (1 + 2 * len(names)) + "|")
     for workload in dict.fromkeys(one.workload for one in found):
         runs = {(one.system, one.trial.seed): one for one in found if one.workload == workload and one.mean_ttft_s is not None}
         seeds = [seed for seed in dict.fromkeys(seed for _, seed in runs) if all((name, seed) in runs for name in names)]
@@ -127,7 +128,8 @@ def markdown(names: Sequence[str], found: Sequence[PairedRun]) -> str:
             late = sum(one.late_gaps for one in mine) / max(1, sum(one.gaps for one in mine))
             ttfts_s.append([one.mean_ttft_s or 0.0 for one in mine])
             cells.append(f"{fmean(ttfts_s[-1]):.2f}, {100 * late:.2f}")
-        lines.append(f"| {' | '.join(cells)} | {paired_ratio(*ttfts_s)} |")
+        cells += [str(paired_ratio(ttfts_s[0], other)) for other in ttfts_s[1:]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -166,8 +168,10 @@ def _case(text: str) -> tuple[str, float]:
 
 def _campaign(args: argparse.Namespace, workloads: Sequence[str]) -> Campaign:
     """Raises ConfigError."""
-    if len(set(args.systems)) < len(args.systems):
-        raise ConfigError(f"--systems has {args.systems[0]} twice")
+    if len(args.systems) < 2:
+        raise ConfigError(f"--systems has {args.systems[0]} alone; it takes two to compare")
+    if twice := [name for name in args.systems if args.systems.count(name) > 1]:
+        raise ConfigError(f"--systems has {twice[0]} twice")
     return Campaign(
         workloads=workloads,
         systems=args.systems,
@@ -190,10 +194,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("pairs", __doc__, "--traces DIR --cases azure-conv:1.5 hybrid:1.2 --seeds 6 --output build/bench-pairs")
     parser.add_argument("--cases", nargs="+", default=["sample:1.5"], metavar="WORKLOAD:RATE", help=f"requests per second {DEFAULT}")
     parser.add_argument(
-        "--systems", nargs=2, choices=CANDIDATES, default=[SLO_COLOCATED, OURS], metavar="NAME", help=f"of make bench-compare {DEFAULT}"
+        "--systems", nargs="+", choices=CANDIDATES, default=[SLO_COLOCATED, OURS], metavar="NAME", help=f"of make bench-compare {DEFAULT}"
     )
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files; without it there is only sample")
-    parser.add_argument("--seeds", type=whole(1), default=6, metavar="N", help=f"pairs of each case {DEFAULT}")
+    parser.add_argument("--seeds", type=whole(1), default=6, metavar="N", help=f"of each case {DEFAULT}")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"the first one {DEFAULT}")
     parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help=DEFAULT)
     add_layers(parser)

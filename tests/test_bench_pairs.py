@@ -97,8 +97,28 @@ def test_whole_pairs_are_summed_up() -> None:
         paired("dynamic", 4, 1.0, 0.9),
     ]
     lines = pairs.markdown(("stock", "dynamic"), found).splitlines()
-    assert lines[0] == "| workload, requests/s | pairs | stock: TTFT s, late % | dynamic: TTFT s, late % | TTFT stock / dynamic |"
+    assert lines[0] == "| workload, requests/s | seeds | stock: TTFT s, late % | dynamic: TTFT s, late % | TTFT stock / dynamic |"
     assert lines[2:] == ["| hybrid, 1.2 | 2 | 1.50, 2.00 | 0.75, 1.00 | 2.00 [2.00, 2.00] |"]
+
+
+def test_the_first_system_is_compared_with_each_other_one() -> None:
+    found = [
+        paired(name, seed, ttft_ms, 0.0) for seed in (1, 2) for name, ttft_ms in (("dynamic", 500.0), ("stock", 1000.0), ("paper", 250.0))
+    ]
+    lines = pairs.markdown(("dynamic", "stock", "paper"), found).splitlines()
+    assert lines[0].endswith("| TTFT dynamic / stock | TTFT dynamic / paper |")
+    assert lines[2].endswith("| 0.50 [0.50, 0.50] | 2.00 [2.00, 2.00] |")
+    assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(("systems", "reason"), [(["stock"], "has stock alone"), (["stock", "paper", "stock"], "has stock twice")])
+def test_systems_that_cannot_be_compared_are_refused(
+    systems: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        pairs.main(["--systems", *systems, "--output", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"--systems {reason}" in capsys.readouterr().err
 
 
 def test_a_workload_at_two_rates_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
