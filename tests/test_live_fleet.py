@@ -457,6 +457,33 @@ def test_a_fleet_slower_than_its_table_keeps_up_with_fewer_answers() -> None:
     assert gathering(2.0) == 0
 
 
+def test_those_that_gather_keep_up_at_their_own_cost_not_at_the_fleet_s() -> None:
+    def goes_on(gatherer: float, other: float) -> bool:
+        scheduler = fleet(Policy.dynamic)
+        for name in ("i0", "i1"):
+            scheduler.observe(InstanceState(name, limits=InstanceLimits(step_ms=95.0, kv_tokens=200_000, max_requests=256)))
+        betas: list[str] = []
+        shape = BatchShape(decodes=10, decode_context_tokens=5000)
+        for number in range(200):
+            if number >= 60:
+                scheduler.finish(str(number - 60), 200.0 * number)
+            last = placed(scheduler, request(str(number), 900, 400), 200.0 * number)
+            betas += [last.beta.instance_id] if last.beta is not None else []
+            if number == 150:
+                assert last.prediction is not None
+                assert last.prediction.gathering == 1
+                gathers = max(("i0", "i1"), key=betas[-20:].count)
+                for _ in range(200):
+                    for name in ("i0", "i1"):
+                        factor = gatherer if name == gathers else other
+                        scheduler.observe_step(name, shape, factor * A100.step_ms(shape), 200.0 * number)
+        assert last.prediction is not None
+        return last.prediction.gathering == 1
+
+    assert goes_on(1.0, 3.0)
+    assert not goes_on(2.0, 2.0)
+
+
 @pytest.mark.parametrize(
     ("gap_ms", "expected", "had", "gathers"),
     [(50.0, 200, 50, 1), (50.0, 200, 200, 0), (50.0, 200, 0, 0), (600.0, 800, 1600, 0), (600.0, 800, 800, 1), (600.0, 800, 0, 1)],

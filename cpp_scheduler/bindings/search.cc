@@ -31,12 +31,30 @@ void BindPlanner(nb::module_& m) {
       m, "FleetDemand",
       "What the fleet has to do now: decodes that run on average; prompt and output "
       "tokens that arrive per millisecond, the latter with its standard error, and the mean "
-      "context of a decode of these; and how long the KV of a token takes to move.")
-      .def(nb::init<std::int64_t, double, double, std::int64_t, double, double, double, double,
-                    double>(),
-           nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
-           "prefill_rate"_a = 0.0, "output_rate"_a = 0.0, "output_rate_error"_a = 0.0,
-           "answer_context_tokens"_a = 0.0, "kv_token_ms"_a = 0.0);
+      "context of a decode of these; how long the KV of a token takes to move; and what a step "
+      "of those that gather now, and of the others, costs over one of the fleet.")
+      .def(
+          "__init__",
+          [](FleetDemand* self, std::int64_t instances, double decodes, double mean_context_tokens,
+             std::int64_t prompt_tokens, double prefill_rate, double output_rate,
+             double output_rate_error, double answer_context_tokens, double kv_token_ms,
+             double gathering_cost, double free_cost) {
+            new (self) FleetDemand{.instances = instances,
+                                   .decodes = decodes,
+                                   .mean_context_tokens = mean_context_tokens,
+                                   .prompt_tokens = prompt_tokens,
+                                   .prefill_rate = prefill_rate,
+                                   .output_rate = output_rate,
+                                   .output_rate_error = output_rate_error,
+                                   .answer_context_tokens = answer_context_tokens,
+                                   .kv_token_ms = kv_token_ms,
+                                   .gathering_cost = gathering_cost,
+                                   .free_cost = free_cost};
+          },
+          nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
+          "prefill_rate"_a = 0.0, "output_rate"_a = 0.0, "output_rate_error"_a = 0.0,
+          "answer_context_tokens"_a = 0.0, "kv_token_ms"_a = 0.0, "gathering_cost"_a = 1.0,
+          "free_cost"_a = 1.0);
   nb::class_<FleetPlan> plan(m, "FleetPlan",
                              "How many instances gather the decodes (0: none in particular), and "
                              "the prefill rate of the fleet, in tokens per millisecond.");

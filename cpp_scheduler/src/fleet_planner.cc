@@ -27,7 +27,8 @@ class Rates {
       : table_(table),
         limits_(limits),
         demand_(demand),
-        free_(Beside(0)),
+        gathering_ms_(limits.step_ms / demand.gathering_cost),
+        free_(Beside(0, limits.step_ms)),
         most_(
             MostInAStep(Room(options.most_kv_share * limits.kv_tokens, demand.mean_context_tokens),
                         std::max(demand.mean_context_tokens, demand.answer_context_tokens))),
@@ -41,13 +42,12 @@ class Rates {
                                              : std::numeric_limits<double>::infinity()),
         colocated_(Colocate()) {}
 
-  double Beside(std::int64_t decodes) const { return Beside(decodes, limits_.step_ms); }
-
-  // Of an instance that has so many decodes on average.  They come and go: for e^-mean of the time
-  // it has none, and prefills in long steps without anybody's plan.
-  double BesideOnAverage(double mean) const { return BesideOnAverage(mean, limits_.step_ms); }
-
   double Free() const { return free_; }
+
+  // Of the rate of an instance without decodes, what is lost beside one.
+  double LostToTheFirst() const {
+    return free_ > 0.0 ? std::max(0.0, 1.0 - Beside(1, limits_.step_ms) / free_) : 0.0;
+  }
 
   double Colocated() const { return colocated_; }
 
@@ -59,11 +59,11 @@ class Rates {
     const auto most = static_cast<double>(kept ? most_kept_ : most_);
     const double held = std::min(demand_.decodes / gatherers, most);
     const double left = std::max(0.0, demand_.decodes - gatherers * held);
-    const double others = free * BesideOnAverage(left / free);
+    const double others = free * BesideOnAverage(left / free, limits_.step_ms, demand_.free_cost);
     // The decodes that stay need no links.
     const double share = demand_.decodes > 0.0 ? gatherers * held / demand_.decodes : 1.0;
     const double carried = std::min(gatherers, free) * most_moved_;
-    return gatherers * BesideOnAverage(held, GatheringStepMs(gatherers)) +
+    return gatherers * BesideOnAverage(held, GatheringStepMs(gatherers), demand_.gathering_cost) +
            (others * share > carried ? carried / share : others);
   }
 
@@ -81,21 +81,24 @@ class Rates {
  private:
   double Colocate() const {
     const auto instances = static_cast<double>(demand_.instances);
-    return instances * BesideOnAverage(demand_.decodes / instances);
+    return instances * BesideOnAverage(demand_.decodes / instances, limits_.step_ms);
   }
 
-  // In steps of at most step_ms.
+  // In steps of at most step_ms, by the table's time.
   double Beside(std::int64_t decodes, double step_ms) const {
     InstanceLimits limits = limits_;
     limits.step_ms = step_ms;
     return PrefillRate(table_, limits, decodes, demand_.mean_context_tokens, demand_.prompt_tokens);
   }
 
-  double BesideOnAverage(double mean, double step_ms) const {
+  // Of an instance that has so many decodes on average, where steps take `cost` times what the
+  // table says.  Decodes come and go: for e^-mean of the time it has none, and prefills in long
+  // steps without anybody's plan.
+  double BesideOnAverage(double mean, double step_ms, double cost = 1.0) const {
     const double without = std::exp(-mean);
-    if (without > kAlways) return free_;
+    if (without > kAlways) return free_ / cost;
     const std::int64_t decodes = std::max<std::int64_t>(1, std::llround(mean / (1.0 - without)));
-    return without * free_ + (1.0 - without) * Beside(decodes, step_ms);
+    return (without * free_ + (1.0 - without) * Beside(decodes, step_ms / cost)) / cost;
   }
 
   // With all seats or memory taken these steps generate what arrives; in longer ones those
@@ -128,31 +131,35 @@ class Rates {
         {0, 0.0, decodes, std::llround(static_cast<double>(decodes) * context_tokens)});
   }
 
-  // Up to `most` decodes, as long as a step of them alone takes at most limits.step_ms.
+  // Up to `most` decodes, as long as a step of them alone takes those that gather no longer than
+  // limits.step_ms.
   std::int64_t MostInAStep(std::int64_t most, double context_tokens) const {
     std::int64_t least = 0;
     while (least < most) {
       const std::int64_t middle = DividedUp(least + most, 2);
-      const bool fits = DecodeStepMs(middle, context_tokens) <= limits_.step_ms;
+      const bool fits = DecodeStepMs(middle, context_tokens) <= gathering_ms_;
       (fits ? least : most) = fits ? middle : middle - 1;
     }
     return least;
   }
 
-  // Output tokens per millisecond, in steps of so many decodes alone of those that arrive.
+  // Output tokens per millisecond, in steps of so many decodes alone of those that arrive, of an
+  // instance that gathers.
   double Generated(std::int64_t decodes) const {
     if (decodes == 0) return 0.0;
-    return static_cast<double>(decodes) / DecodeStepMs(decodes, demand_.answer_context_tokens);
+    return static_cast<double>(decodes) /
+           (demand_.gathering_cost * DecodeStepMs(decodes, demand_.answer_context_tokens));
   }
 
   const ProfileTable& table_;
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
-  const double free_;
-  const std::int64_t most_;         // decodes that one instance gathers,
-  const std::int64_t most_kept_;    // and with how many it goes on
-  const double most_generated_;     // output tokens per millisecond that may be asked of it,
-  const double kept_load_;          // times that, where it gathers already,
+  const double gathering_ms_;     // limits_.step_ms, by the table's time where decodes are gathered
+  const double free_;             // of an instance without decodes
+  const std::int64_t most_;       // decodes that one instance gathers,
+  const std::int64_t most_kept_;  // and with how many it goes on
+  const double most_generated_;   // output tokens per millisecond that may be asked of it,
+  const double kept_load_;        // times that, where it gathers already,
   const std::int64_t most_seated_;  // decodes of those that arrive, in its memory and seats,
   const double most_held_;          // and that it generates with all its memory or seats taken
   const double most_moved_;         // tokens per millisecond over the link of one instance
@@ -222,8 +229,7 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
   FleetPlan plan;
   if (demand.instances == 0) return plan;
   const Rates rates(table, limits, demand, options);
-  const double free = rates.Free();
-  plan.lost_share = free > 0.0 ? std::max(0.0, 1.0 - rates.Beside(1) / free) : 0.0;
+  plan.lost_share = rates.LostToTheFirst();
   plan.colocated_rate = plan.prefill_rate = rates.Colocated();
   if (options.forced) {
     if (GathersSome(*options.forced, demand)) {

@@ -199,13 +199,24 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   if (const double prompt = lasting_.MeanPromptTokens(); prompt > 0.0) {
     demand.prompt_tokens = std::max<std::int64_t>(1, std::llround(prompt));
   }
-  double scale = 0.0;
+  double scale = 0.0, gathering_scale = 0.0, gatherers = 0.0;
   InstanceLimits limits = order.front().instance->limits;
   for (const Gatherer& gatherer : order) {
-    scale += gatherer.instance->predictor->cost_scale();
+    const double own = gatherer.instance->predictor->cost_scale();
+    scale += own;
+    if (gatherer.instance->gathers) {
+      gathering_scale += own;
+      gatherers += 1.0;
+    }
     limits = Least(limits, gatherer.instance->limits);
   }
+  const double others = static_cast<double>(order.size()) - gatherers;
+  const double free_scale = scale - gathering_scale;
   scale /= static_cast<double>(order.size());
+  if (gatherers > 0.0 && others > 0.0) {
+    demand.gathering_cost = gathering_scale / gatherers / scale;
+    demand.free_cost = free_scale / others / scale;
+  }
   // By the table's time: in that of a fleet that is slower, steps may take less and more arrives.
   limits.step_ms /= scale;
   // What has only begun to come is not in the last minute yet.
