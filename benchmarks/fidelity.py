@@ -30,7 +30,8 @@ import httpx
 
 from benchmarks.checkout import commit
 from benchmarks.parsers import parser_of
-from dynaserve.bench import capacity, options, simulate, trial
+from dynaserve.bench import options, simulate, trial
+from dynaserve.bench.exit_status import NOTHING_TO_REPORT
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import DynaServeError
@@ -170,7 +171,7 @@ def _with_capacity(real: Figures, load: Load, url: str, output: Path) -> Figures
 def _bench(arguments: Sequence[str], output: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "dynaserve.cli", "bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, capacity.NOT_SERVABLE):
+    if done.returncode not in (0, NOTHING_TO_REPORT):
         raise DynaServeError(f"{shlex.join(arguments)}: exit status {done.returncode}: {done.stderr[-500:]}")
     raw: dict[str, Any] = json.loads(output.read_bytes())
     return raw

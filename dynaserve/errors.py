@@ -2,6 +2,7 @@
 
 DynaServeError
 ├── ConfigError        a command cannot start as asked (exit status 2)
+│   └── NotTrusted     what a benchmark measured is no figure (exit status 3)
 ├── BadRequest         the request can never run as asked (HTTP 400)
 ├── Overloaded         the fleet cannot answer in time (HTTP 429)
 └── NoInstance         no instance takes new work (HTTP 503)
@@ -18,6 +19,10 @@ class DynaServeError(Exception):
 
 class ConfigError(DynaServeError):
     """An option, or an instance named by it, does not fit."""
+
+
+class NotTrusted(ConfigError):
+    """The client was late, or the server counted otherwise, so that there is no figure."""
 
 
 class BadRequest(DynaServeError):

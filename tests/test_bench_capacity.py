@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaserve.bench import capacity, options, replay
+from dynaserve.bench import capacity, exit_status, options, replay
 from dynaserve.bench.capacity import Repetition, SearchOptions, following, verdict_of
 from dynaserve.bench.growth import Growth, growth
 from dynaserve.bench.measures import Slo, summarize
@@ -329,7 +329,7 @@ def test_what_was_measured_before_an_error_stays(server: CompletionServer, tmp_p
     seed = next(seed for seed in range(100) if (prompt_tokens(seed), prompt_tokens(seed + 1)) == (2, 20))
     bounds = ("--least-rate", "10", "--most-rate", "10", "--tbt-slo-ms", "5000")
     status = command(server, *chosen, *bounds, "--repetitions", "3", "--seed", str(seed), "--output", str(raw))
-    assert status == capacity.NOT_TRUSTED
+    assert status == exit_status.NOT_TRUSTED
     assert capsys.readouterr().err.endswith(f"; repetitions measured before it: 1, in {raw}\n")
     kept = json.loads(raw.read_text())
     assert kept["capacity_per_s"] is None
@@ -338,14 +338,14 @@ def test_what_was_measured_before_an_error_stays(server: CompletionServer, tmp_p
 
 def test_nothing_is_left_where_nothing_was_measured(server: CompletionServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.act = Act(lose=1)
-    assert command(server, "--requests", "1", "--output", str(tmp_path / "raw.json")) == capacity.NOT_TRUSTED
+    assert command(server, "--requests", "1", "--output", str(tmp_path / "raw.json")) == exit_status.NOT_TRUSTED
     assert "measured before it" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_is_always_too_slow_is_not_servable(server: CompletionServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.act = Act(delay_s=0.02)
-    assert command(server, "--requests", "3", "--tbt-slo-ms", "1", "--least-rate", "5") == capacity.NOT_SERVABLE
+    assert command(server, "--requests", "3", "--tbt-slo-ms", "1", "--least-rate", "5") == exit_status.NOTHING_TO_REPORT
     assert "not even 5 requests/s passed" in capsys.readouterr().err
 
 
@@ -367,7 +367,7 @@ def test_a_search_begins_where_the_last_one_ended() -> None:
     ],
 )
 def test_bad_options_are_refused(server: CompletionServer, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], named: str) -> None:
-    assert command(server, *more) == capacity.BAD_INPUT
+    assert command(server, *more) == exit_status.BAD_INPUT
     assert named in capsys.readouterr().err
 
 

@@ -17,8 +17,7 @@ from dynaserve.bench import compare, systems, trial
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.systems import CutCounts, Running, System
-from dynaserve.bench.trial import NotTrusted
-from dynaserve.errors import ConfigError
+from dynaserve.errors import ConfigError, NotTrusted
 from dynaserve.local.fleet import free_ports
 from tests.completion_server import Act, running_server
 

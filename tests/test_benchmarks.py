@@ -22,7 +22,7 @@ from benchmarks.load_search import best_rate, next_rate
 from benchmarks.runs import Run
 from benchmarks.servers import Servers
 from dynaserve.bench import trial
-from dynaserve.bench.trial import NotTrusted
+from dynaserve.errors import NotTrusted
 from dynaserve.local.fleet import FleetFailed, LocalFleet
 from dynaserve.messages import MeasuredStep
 from dynaserve.step_report import StepLog, StepReport

@@ -15,13 +15,13 @@ from typing import Any
 from rich.console import Console
 
 from dynaserve.bench import client, options, report, search, trial
+from dynaserve.bench.exit_status import NOTHING_TO_REPORT, say, status_of
 from dynaserve.bench.options import ReplayOptions
-from dynaserve.bench.trial import NotTrusted, Trial
+from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable, write_in_one_move
 from workloads.arrivals import WITHOUT_TRACE
 
-NOT_SERVABLE, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
 MOST_RUNS = 2
 """Of one rate, unless more are asked for."""
 ANSWERS_IN_A_RUN = 3
@@ -71,19 +71,7 @@ class Repetition:
 
 def main(arguments: Sequence[str]) -> None:
     """Ends with the exit status that `--help` tells."""
-    raise SystemExit(status_of("capacity", lambda: run(arguments)))
-
-
-def status_of(command: str, work: Callable[[], int]) -> int:
-    """What the work returns, or the status of how it failed, with one sentence on stderr."""
-    try:
-        return work()
-    except NotTrusted as error:
-        return _say(command, f"not reported: {error}", NOT_TRUSTED)
-    except ConfigError as error:
-        return _say(command, str(error), BAD_INPUT)
-    except KeyboardInterrupt as error:
-        return _say(command, str(error) or "interrupted, nothing is reported", INTERRUPTED)
+    raise SystemExit(status_of("bench capacity", lambda: run(arguments)))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -109,7 +97,8 @@ def run(arguments: Sequence[str]) -> int:
     for repetition in found:
         console.print(f"seed {repetition.seed}: {bracket(repetition)}", markup=False)
     if capacity is None:
-        return _say("capacity", f"not servable: in most repetitions not even {searching.least_per_s:g} requests/s passed", NOT_SERVABLE)
+        nothing = f"not servable: in most repetitions not even {searching.least_per_s:g} requests/s passed"
+        return say("bench capacity", nothing, NOTHING_TO_REPORT)
     told = f"TBT {opts.slo.tbt_ms:g} ms" + ("" if opts.slo.ttft_ms is None else f", TTFT {opts.slo.ttft_ms:g} ms")
     console.print(f"capacity {capacity:.3g} requests/s ({opts.workload}, P99 within {told}, {len(found)} repetitions)", markup=False)
     return 0
@@ -266,8 +255,3 @@ def _brevity(run: Trial) -> str:
 
 def _tell(run: Trial) -> None:
     print(f"seed {run.seed}  {run.rate_per_s:8.3g} requests/s  {verdict_of(run)}", file=sys.stderr, flush=True)
-
-
-def _say(command: str, sentence: str, status: int) -> int:
-    print(f"dynaserve bench {command}: {sentence}", file=sys.stderr)
-    return status

@@ -125,10 +125,14 @@ def _undisturbed() -> Iterator[int]:
 
 
 async def send(
-    http: httpx.AsyncClient, planned: Planned, start_s: float, timeout_s: float, on_gap: Callable[[float], None] = lambda _: None
+    http: httpx.AsyncClient,
+    planned: Planned,
+    start_s: float,
+    timeout_s: float,
+    on_token: Callable[[float | None], None] = lambda _: None,
 ) -> RequestRecord:
-    """Sends one request now and reads its answer. start_s: `time.perf_counter()` at the start of the run. on_gap: called with each gap
-    between two tokens (ms)."""
+    """Sends one request now and reads its answer. start_s: `time.perf_counter()` at the start of the run. on_token: called with each
+    token's gap to the one before (ms), None for the first."""
     stream, status = CompletionStream(), None
     sent_s = time.perf_counter()
     try:
@@ -143,8 +147,10 @@ async def send(
                 async for data in response.aiter_raw():
                     known = len(stream.token_times_s)
                     stream.feed(data, time.perf_counter() - start_s)
+                    if not known and stream.token_times_s:
+                        on_token(None)
                     for before, after in pairwise(stream.token_times_s[max(0, known - 1) :]):
-                        on_gap(1e3 * (after - before))
+                        on_token(1e3 * (after - before))
                 failure = stream.end(planned.request.output_tokens)
     except TimeoutError:
         failure = Failure("timed out", f"no end after {timeout_s:g} s")
@@ -178,12 +184,13 @@ async def _counted(
     progress: Progress,
     is_lost: IsLost,
 ) -> RequestRecord:
-    def on_gap(gap_ms: float) -> None:
-        progress.given_up = is_lost(gap_ms) or progress.given_up
+    def on_token(gap_ms: float | None) -> None:
+        progress.output_tokens += 1
+        if gap_ms is not None:
+            progress.given_up = is_lost(gap_ms) or progress.given_up
 
     progress.sent += 1
-    record = await send(http, planned, start_s, timeout_s, on_gap)
-    progress.output_tokens += len(record.token_times_s)
+    record = await send(http, planned, start_s, timeout_s, on_token)
     if record.failure is None:
         progress.finished += 1
     else:

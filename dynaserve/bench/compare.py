@@ -16,6 +16,7 @@ from rich.table import Table
 from dynaserve.bench import capacity, client, compare_report, options, report, systems, trial
 from dynaserve.bench.capacity import Repetition, SearchOptions
 from dynaserve.bench.comparison import Comparison, Kept, Turn
+from dynaserve.bench.exit_status import status_of
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.systems import Running, System
 from dynaserve.bench.trial import Trial
@@ -68,7 +69,7 @@ class CompareOptions:
 def main(arguments: Sequence[str]) -> None:
     """Ends with the exit status that `--help` tells."""
     provenance = {"command": report.command_line(arguments, "bench compare"), "machine": report.machine()}
-    raise SystemExit(capacity.status_of("compare", lambda: run(parse(arguments), provenance)))
+    raise SystemExit(status_of("bench compare", lambda: run(parse(arguments), provenance)))
 
 
 def parse(arguments: Sequence[str]) -> CompareOptions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import cycle, islice
@@ -17,30 +16,25 @@ from rich.console import Console
 from dynaserve.bench import client, endpoint, options, report
 from dynaserve.bench.client import IsLost, Planned, Progress, Recording
 from dynaserve.bench.endpoint import Endpoint
+from dynaserve.bench.exit_status import NOTHING_TO_REPORT, say, status_of
 from dynaserve.bench.measures import summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.prompts import Prompts
-from dynaserve.errors import ConfigError
+from dynaserve.errors import ConfigError, NotTrusted
 from dynaserve.files import check_replaceable
 from workloads import arrivals, catalog
 from workloads.trace import TraceRequest, WorkloadError
 
-NOTHING_FINISHED, BAD_INPUT, NOT_TRUSTED, INTERRUPTED = 1, 2, 3, 130
+COMMAND = "bench replay"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Ends with the exit status that `--help` tells."""
-    try:
-        status = run(options.parse(arguments), arguments)
-    except ConfigError as error:
-        status = _say(str(error), BAD_INPUT)
-    except KeyboardInterrupt:
-        status = _say("interrupted, nothing is reported", INTERRUPTED)
-    raise SystemExit(status)
+    raise SystemExit(status_of(COMMAND, lambda: run(options.parse(arguments), arguments)))
 
 
 def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
-    """Returns the exit status. Raises ConfigError for what is wrong before the first request is sent."""
+    """Returns the exit status. Raises ConfigError before the first request is sent, NotTrusted after the last."""
     if opts.output is not None:
         check_replaceable(opts.output)
     requests = plan_requests(opts)
@@ -54,10 +48,10 @@ def run(opts: ReplayOptions, arguments: Sequence[str]) -> int:
     if opts.output is not None:
         report.write_raw(opts.output, provenance, recording, summary, problem)
     if problem is not None:
-        return _say(f"not reported: {problem}", NOT_TRUSTED)
+        raise NotTrusted(problem)
     report.print_summary(Console(highlight=False), provenance, summary, opts.slo, recording.stolen_share)
     if not summary.finished:
-        return _say("no request finished", NOTHING_FINISHED)
+        return say(COMMAND, "no request finished", NOTHING_TO_REPORT)
     return 0
 
 
@@ -125,8 +119,3 @@ def _provenance(opts: ReplayOptions, arguments: Sequence[str], servers: Sequence
         "slo": asdict(opts.slo),
         "usage_per_event": all(server.usage_per_event for server in servers),
     }
-
-
-def _say(sentence: str, status: int) -> int:
-    print(f"dynaserve bench replay: {sentence}", file=sys.stderr)
-    return status

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from dynaserve import latency_profile
 from dynaserve.bench import expected_lengths, latency_tables, options, replay, report, search, simulate_options, simulated, simulated_policy
-from dynaserve.bench.capacity import BAD_INPUT, INTERRUPTED, drawn_options, middle_rate, search_options
+from dynaserve.bench.capacity import drawn_options, middle_rate, search_options
+from dynaserve.bench.exit_status import status_of
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.simulated import ModelSize, SimulatedSummary
 from dynaserve.errors import ConfigError
@@ -57,13 +58,7 @@ class SimulatedRun:
 
 def main(arguments: Sequence[str]) -> None:
     """Ends with the exit status that `--help` tells."""
-    try:
-        status = run(arguments)
-    except ConfigError as error:
-        status = _say(str(error), BAD_INPUT)
-    except KeyboardInterrupt:
-        status = _say("interrupted, nothing is reported", INTERRUPTED)
-    raise SystemExit(status)
+    raise SystemExit(status_of("simulate", lambda: run(arguments)))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -221,8 +216,3 @@ def _print(summary: SimulatedSummary, took_s: float) -> None:
             shown = f"{value:.4g}"
         console.print(f"{name:24s} {shown}", markup=False, soft_wrap=True)
     console.print(f"{'simulated in':24s} {took_s:.2f} s", markup=False)
-
-
-def _say(sentence: str, status: int) -> int:
-    print(f"dynaserve simulate: {sentence}", file=sys.stderr)
-    return status

@@ -17,7 +17,7 @@ from dynaserve.bench.processes import CpuTime
 from dynaserve.bench.prompts import Prompts
 from dynaserve.bench.records import RequestRecord
 from dynaserve.bench.verdict import LostCause, judged
-from dynaserve.errors import ConfigError
+from dynaserve.errors import ConfigError, NotTrusted
 from workloads.trace import TraceRequest
 
 ATTEMPTS = 3
@@ -42,10 +42,6 @@ class Trial:
     front_cores: float | None = None
     promising_per_s: float | None = None
     others: Sequence[Summary] = ()
-
-
-class NotTrusted(ConfigError):
-    """The client was late, or the server counted otherwise, so that there is no figure."""
 
 
 def run(
