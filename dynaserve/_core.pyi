@@ -849,10 +849,10 @@ class Scheduler:
 
 class FleetDemand:
     """
-    What the fleet has to do now: decodes that run on average; prompt and output tokens that arrive per millisecond, the latter with its standard error, and the mean context of a decode of these; how long the KV of a token takes to move; and what a step of those that gather now, and of the others, costs over one of the fleet.
+    What the fleet has to do now: decodes that run on average; prompt and output tokens that arrive per millisecond, the latter with its standard error, and the mean context of a decode of these; how long the KV of a token takes to move; and what a step of those that gather now costs over one of the fleet, in (0, 1].
     """
 
-    def __init__(self, *, instances: int, decodes: float, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0, output_rate: float = 0.0, output_rate_error: float = 0.0, answer_context_tokens: float = 0.0, kv_token_ms: float = 0.0, gathering_cost: float = 1.0, free_cost: float = 1.0) -> None: ...
+    def __init__(self, *, instances: int, decodes: float, mean_context_tokens: float, prompt_tokens: int, prefill_rate: float = 0.0, output_rate: float = 0.0, output_rate_error: float = 0.0, answer_context_tokens: float = 0.0, kv_token_ms: float = 0.0, gathering_cost: float = 1.0) -> None: ...
 
 class FleetPlan:
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,12 @@ def test_a_replay_reports_every_measure(bench: Bench) -> None:
     for word in ("TTFT", "TBT", "E2E", "p99", "throughput", "goodput", "attainment", "8 of 8 finished"):
         assert word in run.stdout
     assert "sent 8/8" in run.stderr or run.stderr == ""
+
+
+def test_tokens_are_told_while_their_answers_run(bench: Bench) -> None:
+    run = bench.replay(act=Act(delay_s=0.5))
+    assert run.status == 0, run.stderr
+    assert any(int(told) > 0 for told in re.findall(r" finished 0 .* (\d+) output tokens", run.stderr)), run.stderr
 
 
 def test_raw_data_tell_what_was_asked_for_and_every_gap(bench: Bench) -> None:

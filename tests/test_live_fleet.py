@@ -482,6 +482,7 @@ def test_those_that_gather_keep_up_at_their_own_cost_not_at_the_fleet_s() -> Non
 
     assert goes_on(1.0, 3.0)
     assert not goes_on(2.0, 2.0)
+    assert goes_on(1.2, 0.8), "a plan that would begin again is not left"
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import baselines
+from benchmarks.paper import baselines, tables, why
 from benchmarks.paper.oracle import ORACLES
 from benchmarks.paper.setting import DISAGGREGATED, SLO_AWARE, Bench, Row, write
 from dynaserve.bench.simulate import SimulatedRun
+from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
+from dynaserve.step_latency import ProfileTable
+from workloads import catalog
 
 COLUMNS = "model,system,tp,prefill_new,prefill_cached,decode_n,decode_ctx,ms"
 TRACE = "arrived_at_s,prompt_tokens,output_tokens"
@@ -137,3 +141,31 @@ def test_the_oracle_takes_the_cuts_and_seeds_that_it_is_told(
     with pytest.raises(SystemExit):
         command("figure5", "--gpu-grid", str(grid), "--seeds", "2")
     assert "of oracle, not of figure5" in capsys.readouterr().err
+
+
+@pytest.fixture
+def bench(grid: Path, tmp_path: Path) -> Bench:
+    """Its `bursty-chat` is made up."""
+    rows = [f"{number},{100 + 40 * number % 700},{20 + number % 50}" for number in range(60)]
+    (tmp_path / catalog.TRACE_FILES["bursty-chat"]).write_bytes(gzip.compress("\n".join([TRACE, *rows, ""]).encode()))
+    return Bench(grid, tmp_path, requests=60, repetitions=1)
+
+
+def test_the_paper_s_own_search_is_timed_as_ours(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Policy] = []
+
+    class Noted(GlobalScheduler):
+        def __init__(self, opts: Options, table: ProfileTable) -> None:
+            super().__init__(opts, table)
+            timed.append(opts.policy)
+
+    monkeypatch.setattr(tables, "GlobalScheduler", Noted)
+    for rows in (tables.table3(bench), why.table3_why(bench)):
+        assert [row.paper for row in rows] == list(tables.TABLE_3.values())
+        assert all(row.here > 0 for row in rows)
+    assert timed == len(tables.TABLE_3) * [Policy.dynamic] + len(tables.TABLE_3) * [Policy.paper]
+
+
+def test_the_goodput_of_table_4_is_looked_for_below_the_limit(bench: Bench) -> None:
+    goodput = [row.here for row in why.table4_why(bench)]
+    assert goodput[0] < goodput[-1]

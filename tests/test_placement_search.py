@@ -379,8 +379,7 @@ def test_decodes_are_kept_level_where_nothing_is_gathered() -> None:
     outputs=st.sampled_from([0.0, 0.05, 0.2, 0.35, 1.0]),
     to_come=st.floats(10.0, 4000.0),
     kv_token_ms=st.sampled_from([0.0, 0.01, 0.06, 0.3]),
-    gathering_cost=st.sampled_from([1.0, 0.7, 1.4]),
-    free_cost=st.sampled_from([1.0, 0.8, 1.3]),
+    gathering_cost=st.sampled_from([1.0, 0.7]),
 )
 def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     instances: int,
@@ -395,19 +394,18 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     to_come: float,
     kv_token_ms: float,
     gathering_cost: float,
-    free_cost: float,
 ) -> None:
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=step_ms, kv_tokens=kv_tokens)
 
-    def beside(mean: float, most_ms: float = step_ms, cost: float = 1.0) -> float:
-        shorter = InstanceLimits(step_ms=most_ms / cost, kv_tokens=kv_tokens)
+    def beside(mean: float, most_ms: float = step_ms) -> float:
+        shorter = InstanceLimits(step_ms=most_ms, kv_tokens=kv_tokens)
         without = math.exp(-mean)
         free = prefill_rate(table, limits, 0, context, prompt)
         if without > 1 - 1e-9:
-            return free / cost
+            return free
         # As std::llround does.
         with_some = prefill_rate(table, shorter, max(1, math.floor(mean / (1 - without) + 0.5)), context, prompt)
-        return (without * free + (1 - without) * with_some) / cost
+        return without * free + (1 - without) * with_some
 
     colocated, unit = instances * beside(decodes / instances), instances * beside(0)
     arriving = pressure * unit
@@ -421,7 +419,6 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         answer_context_tokens=to_come,
         kv_token_ms=kv_token_ms,
         gathering_cost=gathering_cost,
-        free_cost=free_cost,
     )
     plan = plan_fleet(table, limits, demand, current)
     gathering_ms = step_ms / gathering_cost
@@ -444,18 +441,17 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         others = max(0.0, decodes - gathering * held) / (instances - gathering)
         moved = min(gathering, instances - gathering) * 0.9 / kv_token_ms if kv_token_ms else math.inf
         share = gathering * held / decodes if decodes else 1.0
-        prefilled = (instances - gathering) * beside(others, cost=free_cost)
+        prefilled = (instances - gathering) * beside(others)
         each = outputs * min(arriving, colocated) / gathering
         all_seats_ms = min(int(kv_tokens / to_come), limits.max_requests) / each if each else math.inf
-        gatherers = gathering * beside(held, min(step_ms, all_seats_ms), gathering_cost)
-        found = gatherers + (moved / share if prefilled * share > moved else prefilled)
+        found = gathering * beside(held, min(step_ms, all_seats_ms)) + (moved / share if prefilled * share > moved else prefilled)
         return found if outputs * min(arriving, found) <= gathering * most_generated * slack else 0.0
 
     assert plan.colocated_rate == pytest.approx(colocated)
     if plan.gathering:
         brought = outputs * min(arriving, plan.prefill_rate)
         assert plan.is_short_of_room == (brought > plan.gathering * generated(most_within(kv_tokens, to_come, math.inf)))
-    if decodes == 0 and gathering_cost == free_cost == 1.0:
+    if decodes == 0:
         assert plan.prefill_rate == pytest.approx(colocated)  # no decodes cost nothing wherever they are
         return
     gathers = 0 < current < instances

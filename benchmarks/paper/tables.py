@@ -63,34 +63,37 @@ TABLE_3 = {6: 17.47, 8: 15.48, 10: 14.40, 12: 13.70, 14: 14.85, 16: 14.54}
 
 def table3(bench: Bench) -> list[Row]:
     """Median milliseconds of a decision of the dynamic policy on this machine, called from Python, without the front-end around it."""
-    table = bench.table()
+    return [
+        Row(f"{rate} requests/s: ms a request", decision_ms(bench, rate, Policy.dynamic), paper_ms) for rate, paper_ms in TABLE_3.items()
+    ]
+
+
+def decision_ms(bench: Bench, rate_per_s: float, policy: Policy) -> float:
+    """Median, of requests that come and end as in a simulated run of the dynamic policy on two instances."""
     limits = InstanceLimits(max_requests=128, max_step_tokens=2048, kv_tokens=bench.model.kv_tokens, step_ms=95.0)
-    rows = []
-    for rate, paper_ms in TABLE_3.items():
-        run = bench.run("bursty-chat", "--rate", f"{rate:g}", "--drawn", *DYNAMIC)
-        scheduler = GlobalScheduler(Options(Policy.dynamic), table)
-        for name in "ab":
-            scheduler.observe(InstanceState(name, limits=limits))
-        events = [((request.arrived_at_s or 0.0) * 1e3, 0, number) for number, request in enumerate(run.requests)]
-        events += [(outcome.end_ms, 1, number) for number, outcome in enumerate(run.result.outcomes)]
-        took_ms = []
-        for at_ms, ends, number in sorted(events):
-            if ends:
-                scheduler.finish(str(number), at_ms)
-                continue
-            outputs = run.requests[number].output_tokens
-            spec = RequestSpec(
-                request_id=str(number),
-                prompt_tokens=run.requests[number].prompt_tokens,
-                max_output_tokens=outputs,
-                expected_output_tokens=outputs,
-                slo=Slo(tbt_ms=100.0),
-            )
-            started_s = time.perf_counter()
-            scheduler.place(spec, at_ms)
-            took_ms.append((time.perf_counter() - started_s) * 1e3)
-        rows.append(Row(f"{rate} requests/s: ms a request", median(took_ms), paper_ms))
-    return rows
+    run = bench.run("bursty-chat", "--rate", f"{rate_per_s:g}", "--drawn", *DYNAMIC)
+    scheduler = GlobalScheduler(Options(policy), bench.table())
+    for name in "ab":
+        scheduler.observe(InstanceState(name, limits=limits))
+    events = [((request.arrived_at_s or 0.0) * 1e3, 0, number) for number, request in enumerate(run.requests)]
+    events += [(outcome.end_ms, 1, number) for number, outcome in enumerate(run.result.outcomes)]
+    took_ms = []
+    for at_ms, ends, number in sorted(events):
+        if ends:
+            scheduler.finish(str(number), at_ms)
+            continue
+        outputs = run.requests[number].output_tokens
+        spec = RequestSpec(
+            request_id=str(number),
+            prompt_tokens=run.requests[number].prompt_tokens,
+            max_output_tokens=outputs,
+            expected_output_tokens=outputs,
+            slo=Slo(tbt_ms=100.0),
+        )
+        started_s = time.perf_counter()
+        scheduler.place(spec, at_ms)
+        took_ms.append((time.perf_counter() - started_s) * 1e3)
+    return median(took_ms)
 
 
 TABLE_4 = {0: 3606.93, 10: 3591.0, 50: 3564.9, 100: 3501.85}

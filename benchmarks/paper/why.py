@@ -9,7 +9,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, WORKLOADS, Bench, Row, chunked
-from benchmarks.paper.tables import OVERLOAD_PER_S, SYSTEMS, TABLE_1, TABLE_2, capacities_and_goodput
+from benchmarks.paper.tables import OVERLOAD_PER_S, SYSTEMS, TABLE_1, TABLE_2, TABLE_3, TABLE_4, capacities_and_goodput, decision_ms
+from dynaserve.global_scheduler import Policy
 from workloads import catalog
 
 UNCALIBRATED = ("--cost-scale", "1", "--overhead-ms", "0.01", "--max-running", "256")
@@ -99,6 +100,22 @@ def table2_why(bench: Bench) -> Iterator[Row]:
                 yield Row(f"{told}: {row.what}", row.here, row.paper)
     for row in capacities_and_goodput(bench, "hybrid", *UNCALIBRATED):
         yield Row(f"the grid as it is, 256 running: {row.what}", row.here, row.paper)
+
+
+def table3_why(bench: Bench) -> list[Row]:
+    """The paper's own search (Algorithm 1), in this C++ core: whether the search is what takes less time, or how it is computed."""
+    return [
+        Row(f"{rate} requests/s: ms a request, Algorithm 1", decision_ms(bench, rate, Policy.paper), paper_ms)
+        for rate, paper_ms in TABLE_3.items()
+    ]
+
+
+def table4_why(bench: Bench) -> list[Row]:
+    """At which rate of requests the fleet has the paper's goodput: whether it was at its limit there."""
+    return [
+        Row(f"{rate} requests/s: goodput, tokens/s", bench.summary("normal:219,1467,0", rate, *DYNAMIC).goodput_tokens_per_s, TABLE_4[0])
+        for rate in (2.3, 2.46, 2.6, 2.8, 3.0, OVERLOAD_PER_S)
+    ]
 
 
 def figure9_why(bench: Bench) -> Iterator[Row]:

@@ -32,13 +32,17 @@ void BindPlanner(nb::module_& m) {
       "What the fleet has to do now: decodes that run on average; prompt and output "
       "tokens that arrive per millisecond, the latter with its standard error, and the mean "
       "context of a decode of these; how long the KV of a token takes to move; and what a step "
-      "of those that gather now, and of the others, costs over one of the fleet.")
+      "of those that gather now costs over one of the fleet, in (0, 1].")
       .def(
           "__init__",
           [](FleetDemand* self, std::int64_t instances, double decodes, double mean_context_tokens,
              std::int64_t prompt_tokens, double prefill_rate, double output_rate,
              double output_rate_error, double answer_context_tokens, double kv_token_ms,
-             double gathering_cost, double free_cost) {
+             double gathering_cost) {
+            if (!(gathering_cost > 0.0 && gathering_cost <= 1.0)) {
+              throw std::invalid_argument("gathering_cost is " + std::to_string(gathering_cost) +
+                                          "; it must be in (0, 1]");
+            }
             new (self) FleetDemand{.instances = instances,
                                    .decodes = decodes,
                                    .mean_context_tokens = mean_context_tokens,
@@ -48,13 +52,11 @@ void BindPlanner(nb::module_& m) {
                                    .output_rate_error = output_rate_error,
                                    .answer_context_tokens = answer_context_tokens,
                                    .kv_token_ms = kv_token_ms,
-                                   .gathering_cost = gathering_cost,
-                                   .free_cost = free_cost};
+                                   .gathering_cost = gathering_cost};
           },
           nb::kw_only(), "instances"_a, "decodes"_a, "mean_context_tokens"_a, "prompt_tokens"_a,
           "prefill_rate"_a = 0.0, "output_rate"_a = 0.0, "output_rate_error"_a = 0.0,
-          "answer_context_tokens"_a = 0.0, "kv_token_ms"_a = 0.0, "gathering_cost"_a = 1.0,
-          "free_cost"_a = 1.0);
+          "answer_context_tokens"_a = 0.0, "kv_token_ms"_a = 0.0, "gathering_cost"_a = 1.0);
   nb::class_<FleetPlan> plan(m, "FleetPlan",
                              "How many instances gather the decodes (0: none in particular), and "
                              "the prefill rate of the fleet, in tokens per millisecond.");

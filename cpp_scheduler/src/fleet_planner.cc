@@ -59,11 +59,11 @@ class Rates {
     const auto most = static_cast<double>(kept ? most_kept_ : most_);
     const double held = std::min(demand_.decodes / gatherers, most);
     const double left = std::max(0.0, demand_.decodes - gatherers * held);
-    const double others = free * BesideOnAverage(left / free, limits_.step_ms, demand_.free_cost);
+    const double others = free * BesideOnAverage(left / free, limits_.step_ms);
     // The decodes that stay need no links.
     const double share = demand_.decodes > 0.0 ? gatherers * held / demand_.decodes : 1.0;
     const double carried = std::min(gatherers, free) * most_moved_;
-    return gatherers * BesideOnAverage(held, GatheringStepMs(gatherers), demand_.gathering_cost) +
+    return gatherers * BesideOnAverage(held, GatheringStepMs(gatherers)) +
            (others * share > carried ? carried / share : others);
   }
 
@@ -84,21 +84,20 @@ class Rates {
     return instances * BesideOnAverage(demand_.decodes / instances, limits_.step_ms);
   }
 
-  // In steps of at most step_ms, by the table's time.
+  // In steps of at most step_ms.
   double Beside(std::int64_t decodes, double step_ms) const {
     InstanceLimits limits = limits_;
     limits.step_ms = step_ms;
     return PrefillRate(table_, limits, decodes, demand_.mean_context_tokens, demand_.prompt_tokens);
   }
 
-  // Of an instance that has so many decodes on average, where steps take `cost` times what the
-  // table says.  Decodes come and go: for e^-mean of the time it has none, and prefills in long
-  // steps without anybody's plan.
-  double BesideOnAverage(double mean, double step_ms, double cost = 1.0) const {
+  // Of an instance that has so many decodes on average.  They come and go: for e^-mean of the time
+  // it has none, and prefills in long steps without anybody's plan.
+  double BesideOnAverage(double mean, double step_ms) const {
     const double without = std::exp(-mean);
-    if (without > kAlways) return free_ / cost;
+    if (without > kAlways) return free_;
     const std::int64_t decodes = std::max<std::int64_t>(1, std::llround(mean / (1.0 - without)));
-    return (without * free_ + (1.0 - without) * Beside(decodes, step_ms / cost)) / cost;
+    return without * free_ + (1.0 - without) * Beside(decodes, step_ms);
   }
 
   // With all seats or memory taken these steps generate what arrives; in longer ones those
@@ -131,7 +130,7 @@ class Rates {
         {0, 0.0, decodes, std::llround(static_cast<double>(decodes) * context_tokens)});
   }
 
-  // Up to `most` decodes, as long as a step of them alone takes those that gather no longer than
+  // Up to `most` decodes, as long as a step of them alone takes one that gathers at most
   // limits.step_ms.
   std::int64_t MostInAStep(std::int64_t most, double context_tokens) const {
     std::int64_t least = 0;

@@ -202,21 +202,18 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   double scale = 0.0, gathering_scale = 0.0, gatherers = 0.0;
   InstanceLimits limits = order.front().instance->limits;
   for (const Gatherer& gatherer : order) {
-    const double own = gatherer.instance->predictor->cost_scale();
+    const Instance& instance = *gatherer.instance;
+    const double own = instance.predictor->cost_scale();
     scale += own;
-    if (gatherer.instance->gathers) {
+    if (instance.gathers && instance.has_told_steps) {
       gathering_scale += own;
       gatherers += 1.0;
     }
-    limits = Least(limits, gatherer.instance->limits);
+    limits = Least(limits, instance.limits);
   }
-  const double others = static_cast<double>(order.size()) - gatherers;
-  const double free_scale = scale - gathering_scale;
   scale /= static_cast<double>(order.size());
-  if (gatherers > 0.0 && others > 0.0) {
-    demand.gathering_cost = gathering_scale / gatherers / scale;
-    demand.free_cost = free_scale / others / scale;
-  }
+  // Not above the fleet's, by which gathering begins: it would end at once, and begin again.
+  if (gatherers > 0.0) demand.gathering_cost = std::min(1.0, gathering_scale / gatherers / scale);
   // By the table's time: in that of a fleet that is slower, steps may take less and more arrives.
   limits.step_ms /= scale;
   // What has only begun to come is not in the last minute yet.

@@ -16,7 +16,7 @@ from rich.console import Console
 from dynaserve import latency_profile
 from dynaserve.bench import expected_lengths, latency_tables, options, replay, report, search, simulate_options, simulated, simulated_policy
 from dynaserve.bench.capacity import drawn_options, middle_rate, search_options
-from dynaserve.bench.exit_status import status_of
+from dynaserve.bench.exit_status import NOTHING_TO_REPORT, status_of
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.simulated import ModelSize, SimulatedSummary
 from dynaserve.errors import ConfigError
@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
     if found is not None:
         rates, middle = [rate or 0.0 for rate in found], middle_rate(found)
         Console(highlight=False).print(f"capacity {middle:.4g} requests/s (least {min(rates):.4g}, most {max(rates):.4g})")
-        return 0 if middle > 0 else 1
+        return 0 if middle > 0 else NOTHING_TO_REPORT
     return 0
 
 

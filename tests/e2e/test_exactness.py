@@ -63,14 +63,13 @@ def assert_cut_happened(record: dict[str, Any], prompt_tokens: int, split: int) 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("prompt_tokens", "split"), GRID)
-def test_cut_answers_what_uncut_answers(
-    fleet: FleetUnderTest, uncut: Any, prompt_tokens: int, split: int, stream: bool, transport: str
-) -> None:
-    answer = fleet.complete(prompt_of(prompt_tokens), split=split, stream=stream, transport=transport)
-    assert answer.same_as(uncut(prompt_tokens)), (answer, uncut(prompt_tokens))
-    assert_cut_happened(fleet.record(answer), prompt_tokens, split)
+def test_cut_answers_what_uncut_answers(fleet: FleetUnderTest, uncut: Any, prompt_tokens: int, split: int, transport: str) -> None:
+    """Streamed over the first transport only: the next test streams all cuts over each."""
+    for stream in (False, True) if transport == TRANSPORTS[0] else (False,):
+        answer = fleet.complete(prompt_of(prompt_tokens), split=split, stream=stream, transport=transport)
+        assert answer.same_as(uncut(prompt_tokens)), (stream, answer, uncut(prompt_tokens))
+        assert_cut_happened(fleet.record(answer), prompt_tokens, split)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -25,10 +25,9 @@ struct FleetDemand {
   double answer_context_tokens = 0.0;  // and the mean context of a decode of these
   double kv_token_ms = 0.0;            // to move the KV of one token; 0: at once
   double recent_prefill_rate = 0.0;    // as prefill_rate, of the last seconds, if that is more
-  // Of a step of those that gather now, and of the others, over the fleet's: large steps and steps
-  // of decodes may each be slower than the table says by another factor.
+  // In (0, 1]: of a step of those that gather now, over the fleet's.  Steps of decodes may exceed
+  // the table by less than those of prefill, which the others have.
   double gathering_cost = 1.0;
-  double free_cost = 1.0;
 };
 
 struct FleetPlan {
