@@ -17,7 +17,7 @@ test: test-fast ## run all tests, also those that start real engines
 	$(BIN)/pytest -m engine
 
 test-fast: dev test-cpp ## run the tests that start no engine
-	$(BIN)/pytest -m "not engine" --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(BIN)/pytest -m "not engine" --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --dist loadfile  # they often wait for a clock
 
 test-cpp: dev ## run the tests of the C++ core under the address and undefined-behaviour sanitizers
 	$(BIN)/cmake -S cpp_scheduler -B build/cpp -Wno-dev >build/cpp.log || { cat build/cpp.log; exit 1; }
