@@ -375,9 +375,9 @@ class ExecutionPredictor:
         When the first prefill token of a request that came now could be computed.
         """
 
-    def prefill_tokens(self, now_ms: float, before: int | None = None) -> int:
+    def prefill_tokens(self, now_ms: float, before: int | None = None, enough: int = 9223372036854775807) -> int:
         """
-        Prefill tokens that are admitted or wait, before those of the request of that key.
+        Prefill tokens that are admitted or wait, before those of the request of that key; counts no further than to `enough`.
         """
 
     def find(self, key: int, now_ms: float) -> VirtualRequest | None:
@@ -452,6 +452,9 @@ class Policy(enum.Enum):
     paper = 4
 
     exhaustive = 5
+
+def predicts(policy: Policy) -> bool:
+    """Whether the policy goes by a latency profile."""
 
 class InstanceState:
     """What an instance reports about itself."""

@@ -23,6 +23,7 @@ from dynaserve._core import (
     Revision,
     RevisionReason,
     Slo,
+    predicts,
 )
 from dynaserve._core import Scheduler as GlobalScheduler
 
@@ -67,11 +68,6 @@ def parse_policy(text: str, num_instances: int | None = None) -> Options:
         case ["fixed", ratio] if _is_ratio(ratio):
             return Options(Policy.fixed, float(ratio))
     raise ValueError(f"policy is {text!r}; accepted are {_FORMS}")
-
-
-def predicts(policy: Policy) -> bool:
-    """Whether the policy goes by a latency profile."""
-    return policy in (Policy.dynamic, Policy.paper, Policy.exhaustive)
 
 
 def _is_ratio(text: str) -> bool:

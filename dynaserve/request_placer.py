@@ -150,7 +150,7 @@ class RequestPlacer:
     def remove(self, instance_id: str) -> None:
         """The instance takes nothing any more; what is placed on it stays so until it is finished, or placed again."""
         self.scheduler.remove(instance_id)
-        for known in (self._described, self._told_shares, self._used_shares):
+        for known in (self._described, self._told_shares, self._used_shares, self._reported_ms):
             known.pop(instance_id, None)
         self._caches.pop(instance_id, None)
 
@@ -325,7 +325,8 @@ class RequestPlacer:
             Progress(
                 request_id=request.request_id,
                 computed_tokens=request.computed_tokens,
-                expected_output_tokens=self._expected_tokens(query, request),
+                # Of what has not begun nobody asks it again.
+                expected_output_tokens=self._expected_tokens(query, request) if request.begun else 0,
                 begun=request.begun,
             )
             for request in requests

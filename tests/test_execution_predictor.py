@@ -90,6 +90,19 @@ def check_played_out(predictor: ExecutionPredictor, oracle: SteppingInstance, no
     assert {key: times_of(forecast) for key, forecast in played} == expected
 
 
+def check_rests(predictor: ExecutionPredictor, keys: range, now_ms: float) -> None:
+    """What is foretold of one request is what becomes of it when all are played out."""
+    rests = {key: predictor.predict_rest(key, now_ms) for key in keys}
+    played = dict(predictor.play_out(now_ms))
+    assert {key for key, rest in rests.items() if rest is not None} == played.keys()
+    for key, forecast in played.items():
+        rest = rests[key]
+        assert rest is not None
+        assert rest.end_ms == pytest.approx(forecast.end_ms, rel=1e-9)
+        if math.isfinite(rest.start_ms):  # it has not begun yet
+            assert times_of(rest) == pytest.approx(times_of(forecast), rel=1e-9)
+
+
 @settings(max_examples=400, deadline=None)
 @given(table=tables, limits=all_limits, coming=arrivals(), scale=st.just(1.0) | st.floats(0.3, 3.0))
 def test_a_prediction_is_what_walking_every_step_gives(
@@ -123,6 +136,7 @@ def test_the_timeline_follows_additions_and_removals(
         if data.draw(st.integers(0, 3)) == 0:
             key = data.draw(st.integers(0, request.key))
             assert predictor.remove(key, now_ms) == oracle.remove(key)
+    check_rests(predictor, range(len(coming)), now_ms)
     check_played_out(predictor, oracle, now_ms)
 
 

@@ -309,6 +309,28 @@ def test_no_hand_off_is_looked_at_again_before_all_were() -> None:
     assert [name for name in waiting if scheduler.revise(name, now_ms + 450.0)] == waiting[4:8]
 
 
+def test_who_goes_on_alone_as_its_beta_s_instance_is_gone_holds_its_memory() -> None:
+    def placed_next(*, gone: bool) -> str:
+        """Where a prompt goes that fits beside the other request's own part only, while another instance is busy."""
+        scheduler = fleet(Policy.dynamic)
+        cut = placed(scheduler, request("cut", prompt=100_000, output=90_000, forced_split=90_000), 0.0)
+        assert cut.beta is not None
+        scheduler.observe(InstanceState("other", limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
+        scheduler.report_others("other", [other(0, 30_000, 30_100)], 0.0)
+        if gone:
+            scheduler.remove(cut.beta.instance_id)
+        scheduler.recut("cut", None, 1.0)
+        if not gone:
+            scheduler.remove(cut.beta.instance_id)
+        scheduler.report(
+            cut.alpha.instance_id, [Progress(request_id="cut", computed_tokens=100_001, expected_output_tokens=90_000)], 60_000.0
+        )
+        scheduler.report_others("other", [other(0, 30_000, 30_100)], 60_000.0)
+        return placed(scheduler, request("next", prompt=80_000, may_cut=False), 60_000.0).alpha.instance_id
+
+    assert placed_next(gone=False) == placed_next(gone=True) == "other"
+
+
 def test_a_finished_request_leaves_the_timeline() -> None:
     scheduler = fleet(Policy.dynamic, num_instances=1)
     scheduler.place(request("a", prompt=30_000), 0.0)

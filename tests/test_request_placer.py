@@ -19,7 +19,7 @@ from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RequestProgress
-from dynaserve.serve import check_for, make_placer
+from dynaserve.serve import check_for, configure, make_placer
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 
 ROOFLINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=128.0, pair_ms=1e-6, decode_ms=0.05, context_ms=1e-4)
@@ -175,6 +175,17 @@ def test_progress_is_told_now_and_then_of_instances_that_do_not_tell_it() -> Non
     placer.report(name, [RequestProgress("r", 510, 11), RequestProgress("gone", 9, 1)], 1000.0)
     assert not placer.wants_progress(name, 1100.0)
     assert placer.wants_progress(name, 1200.0)
+
+
+def test_what_was_told_of_an_instance_that_was_removed_is_forgotten() -> None:
+    placer = placer_of(Policy.dynamic)
+    silent = msgspec.structs.replace(DESCRIPTION, tbt_slo_ms=None)
+    placer.observe("a", silent)
+    placer.report("a", [], 1000.0)
+    assert not placer.wants_progress("a", 1100.0)
+    placer.remove("a")
+    placer.observe("a", silent)
+    assert placer.wants_progress("a", 1100.0)
 
 
 def test_progress_of_an_instance_that_tells_it_is_reported_whenever_it_does() -> None:
@@ -337,6 +348,15 @@ def test_a_profile_of_something_else_is_refused_with_the_field(field: str, value
     check = profile_check(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=rf"p\.json: measured with {field} '{value}', not '{wanted}' \(instance http://a\)$"):
         check(Instance("http://a", DESCRIPTION))
+
+
+@pytest.mark.parametrize(
+    ("slo_ms", "sentence"),
+    [("inf", "is inf, not a finite number of milliseconds above 0"), ("nan", "is nan, not a number of milliseconds above 0")],
+)
+def test_a_tbt_slo_that_no_snapshot_could_tell_is_refused(slo_ms: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--fleet-tbt-slo-ms {sentence}$"):
+        configure(["--instances", "http://127.0.0.1:9", "--fleet-tbt-slo-ms", slo_ms])
 
 
 def test_a_history_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:

@@ -93,8 +93,9 @@ void BindExecution(nb::module_& m) {
       .def("prefill_free_ms", &ExecutionPredictor::PrefillFreeMs, "now_ms"_a,
            "When the first prefill token of a request that came now could be computed.")
       .def("prefill_tokens", &ExecutionPredictor::PrefillTokens, "now_ms"_a,
-           "before"_a = nb::none(),
-           "Prefill tokens that are admitted or wait, before those of the request of that key.")
+           "before"_a = nb::none(), "enough"_a = std::numeric_limits<std::int64_t>::max(),
+           "Prefill tokens that are admitted or wait, before those of the request of that key; "
+           "counts no further than to `enough`.")
       .def("find", &ExecutionPredictor::Find, "key"_a, "now_ms"_a,
            "A request as it stands now; None: it is not there (any more).")
       .def("predict_rest", &ExecutionPredictor::PredictRest, "key"_a, "now_ms"_a,

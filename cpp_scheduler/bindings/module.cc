@@ -56,6 +56,7 @@ void BindEnums(nb::module_& m) {
       .value("dynamic", Policy::kDynamic)
       .value("paper", Policy::kPaper)
       .value("exhaustive", Policy::kExhaustive);
+  m.def("predicts", &Predicts, "policy"_a, "Whether the policy goes by a latency profile.");
 }
 
 void BindValues(nb::module_& m) {

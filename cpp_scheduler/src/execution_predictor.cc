@@ -237,7 +237,8 @@ std::int64_t ExecutionPredictor::Answers(double now_ms, std::optional<std::uint6
   return std::min<std::int64_t>(count, limits_.max_requests);
 }
 
-std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std::uint64_t> before) {
+std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std::uint64_t> before,
+                                               std::int64_t enough) {
   Advance(base_, now_ms);
   std::int64_t tokens = 0;
   for (const Prefill& prefill : base_.prefills) {
@@ -245,7 +246,7 @@ std::int64_t ExecutionPredictor::PrefillTokens(double now_ms, std::optional<std:
     tokens += prefill.request.prefill_tokens;
   }
   for (const VirtualRequest& request : base_.waiting) {
-    if (request.key == before) return tokens;
+    if (request.key == before || tokens >= enough) return tokens;
     if (request.is_beta && request.ready_ms > base_.now_ms) continue;
     tokens += request.prefill_tokens;
   }
@@ -284,7 +285,10 @@ std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double
 
 std::optional<Forecast> ExecutionPredictor::PredictRest(std::uint64_t key, double now_ms) {
   if (!Find(key, now_ms)) return std::nullopt;
-  scratch_ = base_;
+  const auto is_it = [key](const VirtualRequest& request) { return request.key == key; };
+  // What waits there still has not begun before: the steps of the queue are walked already.
+  const bool waits = !tail_stale_ && std::ranges::any_of(Tail(now_ms).waiting, is_it);
+  scratch_ = waits ? tail_ : base_;
   return Run(scratch_, key, Horizon::kEnd, nullptr);
 }
 

@@ -369,7 +369,7 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
   entry.arrived_ms = entry.looked_ms = now_ms;
   // Second thoughts are about cuts inside the prompt.
   entry.revisions_left = placement.reason == PlacementReason::kLevelsPrefill ? kMostRevisions : 0;
-  const std::int64_t promised = PromisedTokens(request);
+  const std::int64_t promised = entry.promised_tokens = PromisedTokens(request);
   const std::int64_t split = placement.split_token();
   const std::int64_t prefill = std::min(split, request.prompt_tokens);
   const std::int64_t cached = std::clamp<std::int64_t>(
@@ -498,6 +498,9 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   predictor.Snapshot(now_ms, running_, waiting_);
   sent_back_.clear();
   under_way_.clear();
+  // A long queue is told of as a whole.
+  waits_.clear();
+  for (const VirtualRequest& request : waiting_) waits_.insert(request.key);
   for (const Progress& report : progress) {
     const auto known = entries_.find(report.request_id);
     if (known == entries_.end()) continue;
@@ -512,7 +515,7 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
       if (side == 1) continue;
       const bool is_whole = entry.parts.size() == 1;
       if (!is_whole) under_way_.push_back(&entry);
-      if (std::ranges::any_of(waiting_, same)) continue;
+      if (waits_.contains(key)) continue;
       std::erase_if(running_, same);
       const std::int64_t end = is_whole ? EndToken(entry.request) : entry.split_token;
       // A hand-off may have moved to before the end of what is cached: one token is computed
@@ -538,8 +541,11 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
       entry.parts[side].promised_tokens += grown;
       found->second.promised_tokens += grown;
     }
-    std::erase_if(running_, same);
-    std::erase_if(waiting_, same);
+    if (waits_.contains(key)) {
+      std::erase_if(waiting_, same);
+    } else {
+      std::erase_if(running_, same);
+    }
     if (is_alpha_of_two && computed >= end_token) continue;
     if (is_alpha_of_two) under_way_.push_back(&entry);
     const std::int64_t prefill =
@@ -619,8 +625,10 @@ void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
   Part& alpha = entry.parts.front();
   const auto kept = instances_.find(alpha.instance_id);
   if (kept == instances_.end()) return;
-  alpha.promised_tokens += beta.promised_tokens;
-  kept->second.promised_tokens += beta.promised_tokens;
+  // Of an instance that was removed nothing is promised any more.
+  const std::int64_t promised = std::max(beta.promised_tokens, entry.promised_tokens);
+  alpha.promised_tokens += promised;
+  kept->second.promised_tokens += promised;
 }
 
 bool LiveFleet::MayLook(Instance& alpha, const Entry& entry, double now_ms) {
@@ -630,9 +638,7 @@ bool LiveFleet::MayLook(Instance& alpha, const Entry& entry, double now_ms) {
     alpha.looks_since_ms = now_ms;
     alpha.looks = 0;
   }
-  if (entry.looked_ms >= alpha.round_ms || alpha.looks == kMostLooks) return false;
-  ++alpha.looks;
-  return true;
+  return entry.looked_ms < alpha.round_ms && alpha.looks < kMostLooks;
 }
 
 std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double now_ms) {
@@ -645,10 +651,12 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   const auto alpha = instances_.find(entry.parts[0].instance_id);
   const auto beta = instances_.find(entry.parts[1].instance_id);
   if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
-  const std::int64_t before =
-      alpha->second.predictor->PrefillTokens(now_ms, KeyOf(entry.ordinal, 0));
-  if (before > kSoonSteps * alpha->second.limits.max_step_tokens) return std::nullopt;
   if (!MayLook(alpha->second, entry, now_ms)) return std::nullopt;
+  const std::int64_t most = kSoonSteps * alpha->second.limits.max_step_tokens;
+  const std::int64_t before =
+      alpha->second.predictor->PrefillTokens(now_ms, KeyOf(entry.ordinal, 0), most + 1);
+  if (before > most) return std::nullopt;
+  ++alpha->second.looks;
   entry.looked_ms = now_ms;
   PendingHandOff pending;
   pending.alpha = Seen(alpha->second, entry.parts[0].promised_tokens);

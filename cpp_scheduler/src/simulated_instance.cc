@@ -35,8 +35,9 @@ SimulatedInstance::SimulatedInstance(const ProfileTable& table, const EngineOpti
 }
 
 void SimulatedInstance::Add(const SimulatedSequence& sequence) {
-  if (sequence.end > options_.kv_tokens) {
-    throw std::invalid_argument("a request of " + std::to_string(sequence.end) +
+  // Who admits a prompt asks for room for all of it, also where it ends within.
+  if (const std::int64_t most = std::max(sequence.end, sequence.known); most > options_.kv_tokens) {
+    throw std::invalid_argument("a request of " + std::to_string(most) +
                                 " tokens never fits into " + std::to_string(options_.kv_tokens) +
                                 " tokens of KV cache");
   }

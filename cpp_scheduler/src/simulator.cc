@@ -20,6 +20,11 @@ constexpr double kLeastGapMs = 0.1;
 constexpr double kGapGrowth = 1.005;
 constexpr std::size_t kGapBins = 4000;
 constexpr std::int64_t kOutlivedTokens = 20;  // the paper's prediction margin (section 5)
+// As in dynaserve/deadline_margin.py and dynaserve/request_placer.py: the least share of the time
+// that an instance plans with, and how the front-end follows what it is told of it.
+constexpr double kLeastShare = 0.4;
+constexpr double kShareGain = 0.1;
+constexpr double kShareTold = 0.03;
 
 struct Event {
   double at_ms;
@@ -34,14 +39,14 @@ struct Event {
   }
 };
 
-// What the scheduler knows of the engine.
-InstanceLimits LimitsOf(const EngineOptions& engine) {
+// What the scheduler knows of the engine; margin: the share of the SLO that it plans with.
+InstanceLimits LimitsOf(const EngineOptions& engine, double margin) {
   InstanceLimits limits;
   limits.max_requests = engine.max_running;
   limits.max_step_tokens = engine.max_step_tokens;
   limits.min_prefill_tokens = engine.min_prefill_tokens;
   limits.kv_tokens = engine.kv_tokens;
-  limits.step_ms = engine.slo_ms * engine.margin;
+  limits.step_ms = engine.slo_ms * margin;
   return limits;
 }
 
@@ -73,7 +78,7 @@ class Simulation {
       char id[16];
       std::snprintf(id, sizeof id, "%08u", static_cast<unsigned>(i));
       index_[id] = static_cast<std::uint32_t>(i);
-      scheduler_.Observe({id, true, LimitsOf(options.engine)});
+      scheduler_.Observe({id, true, LimitsOf(options.engine, options.engine.margin)});
       instances_.emplace_back(Drifts() ? learnt_[static_cast<std::size_t>(i)] : table,
                               options.engine);
       step_ms_.push_back(0.0);
@@ -84,6 +89,8 @@ class Simulation {
     moving_ms_.resize(count, 0.0);
     reported_ms_.resize(count, 0.0);
     pending_.resize(count);
+    heard_shares_.resize(count, options.engine.margin);
+    used_shares_.resize(count, options.engine.margin);
   }
 
   SimulationResult Run() {
@@ -153,7 +160,7 @@ class Simulation {
     SimulatedInstance& instance = instances_[at];
     if (instance.stepping()) return;
     const double predicted_ms = instance.BeginStep(now_ms_);
-    if (predicted_ms <= 0.0) return;
+    if (!instance.stepping()) return;
     // Of an instance that learns the prediction is not what its steps take.
     const double usual_ms = Drifts() ? table_.StepMs(instance.shape()) : predicted_ms;
     const double noise = options_.step_sigma * Normal();
@@ -169,8 +176,9 @@ class Simulation {
     }
     if (Drifts()) {
       learnt_[at].Observe(instances_[at].shape(), step_ms_[at]);
-      instances_[at].SetMargin(
-          std::pow(options_.engine.margin, learnt_[at].sigma() / options_.step_sigma));
+      const double share =
+          std::pow(options_.engine.margin, learnt_[at].sigma() / options_.step_sigma);
+      SetShare(at, std::max(kLeastShare, share));
     }
     instances_[at].EndStep(now_ms_, step_ms_[at], results_);
     for (const StepResult& result : results_) {
@@ -193,6 +201,16 @@ class Simulation {
   }
 
   bool Drifts() const { return options_.drift_sigma > 0.0; }
+
+  // The scheduler is told what has lasted.
+  void SetShare(std::uint32_t at, double share) {
+    instances_[at].SetMargin(share);
+    double& heard = heard_shares_[at];
+    heard += kShareGain * (share - heard);
+    if (std::abs(heard / used_shares_[at] - 1.0) <= kShareTold) return;
+    used_shares_[at] = heard;
+    scheduler_.Observe({ids_[at], true, LimitsOf(options_.engine, heard)});
+  }
 
   // Of the logarithm of its steps' latencies, now.
   double DriftOf(std::uint32_t at) {
@@ -350,6 +368,8 @@ class Simulation {
   std::vector<double> in_free_ms_;
   std::vector<double> moving_ms_;  // by instance: what its next step is longer by
   std::vector<double> reported_ms_;
+  std::vector<double> heard_shares_;  // by instance: of the SLO, smoothed,
+  std::vector<double> used_shares_;   // and what the scheduler goes by
   std::vector<Progress> progress_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::uint64_t order_ = 0;
@@ -360,6 +380,15 @@ class Simulation {
 
 void Check(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument(what);
+}
+
+// Latency is monotonic: where the least steps take time, all do.
+void CheckTakesTime(const ProfileTable& table) {
+  const auto check = [&table](const BatchShape& shape, const std::string& what) {
+    Check(table.StepMs(shape) > 0.0, "by this table " + what + " takes no time; every step does");
+  };
+  check({1, 1.0, 0, 0}, "one token of prefill");
+  check({0, 0.0, 1, 1}, "one decode");
 }
 
 }  // namespace
@@ -395,6 +424,7 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
   Check(options.drift_sigma == 0.0 || options.step_sigma > 0.0,
         "drift_sigma is " + std::to_string(options.drift_sigma) +
             " and step_sigma is 0; margins grow by their ratio");
+  CheckTakesTime(table);
   double before_ms = 0.0;
   for (const SimulatedRequest& request : requests) {
     Check(request.prompt_tokens >= 1 && request.output_tokens >= 1 &&

@@ -237,6 +237,18 @@ TEST(WhatComesWithItsKvRunsFirstAndDecodesBeforeIt) {
   CHECK(order == std::vector<std::uint32_t>({2, 1, 3, 0}));
 }
 
+TEST(ATableByWhichStepsTakeNoTimeIsRefused) {
+  const std::vector<SimulatedRequest> requests = {{0.0, 10, 1, 1}};
+  const auto refusal = [&](const Roofline& roofline) {
+    return THROWN(std::invalid_argument,
+                  Simulate(ProfileTable(roofline), requests, Fleet(1, Policy::kColocated)));
+  };
+  CHECK(refusal({0.0, 0.0, 1.0, 0.0, 1.0, 0.0}) ==
+        "by this table one token of prefill takes no time; every step does");
+  CHECK(refusal({0.0, 0.0, 1.0, 1.0, 0.0, 0.0}) ==
+        "by this table one decode takes no time; every step does");
+}
+
 TEST(AStrideOfNothingIsRefused) {
   SimulationOptions options = Fleet(2, Policy::kExhaustive);
   options.placement.stride_tokens = 0;

@@ -191,7 +191,9 @@ class ExecutionPredictor {
 
   // Prefill tokens that are admitted or wait, by the prediction for now, but for betas whose KV is
   // not there; of these, those that come before the ones of the request `before`, if it is there.
-  std::int64_t PrefillTokens(double now_ms, std::optional<std::uint64_t> before = std::nullopt);
+  // Counts no further than to `enough`.
+  std::int64_t PrefillTokens(double now_ms, std::optional<std::uint64_t> before = std::nullopt,
+                             std::int64_t enough = std::numeric_limits<std::int64_t>::max());
 
   // Plays everything to its end, from `now_ms`; calls visit(key, forecast) as each request ends.
   template <typename Visit>

@@ -14,6 +14,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "dynaserve/arrival_rates.h"
@@ -146,8 +147,9 @@ class LiveFleet {
     std::uint64_t ordinal = 0;
     std::int64_t prompt_tokens = 0;
     std::int64_t split_token = 0;
-    std::int64_t cached_tokens = 0;  // of the prompt, where its first part runs
-    std::vector<Part> parts;         // alpha, beta
+    std::int64_t cached_tokens = 0;    // of the prompt, where its first part runs
+    std::int64_t promised_tokens = 0;  // for all of it, when it was entered
+    std::vector<Part> parts;           // alpha, beta
     SearchRequest request;
     double arrived_ms = 0.0;
     double looked_ms = 0.0;
@@ -211,6 +213,7 @@ class LiveFleet {
   std::vector<VirtualRequest> waiting_;
   std::vector<VirtualRequest> sent_back_;
   std::vector<const Entry*> under_way_;
+  std::unordered_set<std::uint64_t> waits_;
 };
 
 }  // namespace dynaserve
