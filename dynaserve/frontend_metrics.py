@@ -47,11 +47,13 @@ PLACING = Histogram(
     buckets=(0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1),
 )
 TTFT_ERROR = Histogram(
-    "dynaserve_ttft_over_predicted", "Time to the first token over what the decision expected, of policies that predict.", buckets=_RATIO
+    "dynaserve_ttft_over_predicted",
+    "Time to the first token over what was expected when the request was placed, of policies that predict; none of those placed again.",
+    buckets=_RATIO,
 )
 END_ERROR = Histogram(
     "dynaserve_end_over_predicted",
-    "Time to the end of an answer over what was expected when it was placed, of policies that predict.",
+    "Time to the end of an answer over what was expected when it was placed, of policies that predict; none of those placed again.",
     buckets=_RATIO,
 )
 
@@ -73,6 +75,17 @@ def observe_end(record: RequestRecord) -> None:
     if record.ttft_slo_ms is not None and "first_token" in marks:
         FIRST_TOKENS.inc()
         FIRST_TOKENS_IN_SLO.inc(marks["first_token"] <= record.ttft_slo_ms)
+    if not record.lost_attempts:  # the loss of an instance was not to be expected
+        _observe_errors(record)
+
+
+def _observe_errors(record: RequestRecord) -> None:
+    """Of what was expected when it was placed."""
+    expected, marks = record.expected, record.timeline_ms
+    if expected.get("ttft_ms") and "first_token" in marks:
+        TTFT_ERROR.observe(marks["first_token"] / expected["ttft_ms"])
+    if expected.get("end_ms") and record.finish_reason in ("stop", "length"):
+        END_ERROR.observe(marks["finished"] / expected["end_ms"])
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """An instance has another state; `reason` says what was observed. epoch: counts its lives, from 1."""
+    """An instance has another state; `reason` says what was observed. epoch: of its life; counts those of all instances, from 1."""
 
     instance_id: str
     health: Health
@@ -80,14 +80,17 @@ class FleetLiveness:
 
     limits: Limits = field(default_factory=Limits)
     _observed: dict[str, _Observed] = field(default_factory=dict)
+    _epoch: int = 0
+    """The newest."""
     _last_tick_s: float | None = None
 
     def join(self, instance_id: str) -> Changed:
         """The instance has answered as who it is: a new epoch begins."""
-        seen = self._observed.setdefault(instance_id, _Observed())
+        seen = self._observed.get(instance_id, _Observed())
+        self._epoch += 1
         # What it died of may have been a pause: it is accustomed to that.
-        self._observed[instance_id] = _Observed(Health.UP, seen.epoch + 1, gap_s=max(seen.gap_s, seen.still_s))
-        return Changed(instance_id, Health.UP, seen.epoch + 1, JOINED)
+        self._observed[instance_id] = _Observed(Health.UP, self._epoch, gap_s=max(seen.gap_s, seen.still_s))
+        return Changed(instance_id, Health.UP, self._epoch, JOINED)
 
     def beat(self, instance_id: str, pulse: Pulse | None) -> list[Changed]:
         """Something was heard of the API process. pulse: the engine core's newest that it knows; None: it carries none."""
@@ -111,8 +114,10 @@ class FleetLiveness:
         return [] if seen is None or seen.health is Health.DEAD else [self._change(instance_id, seen, Health.DEAD, reason)]
 
     def remove(self, instance_id: str) -> list[Changed]:
-        """The instance has left the fleet; its epoch goes on counting if it comes back."""
-        return self.lost(instance_id, REMOVED)
+        """The instance has left the fleet, and is not known any more."""
+        changes = self.lost(instance_id, REMOVED)
+        self._observed.pop(instance_id, None)
+        return changes
 
     def tick(self, now_s: float) -> list[Changed]:
         """Time has passed, to be called every `tick_s`.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 
@@ -142,26 +142,26 @@ class RequestRecord:
 
 
 class RecordBook:
-    """The last `capacity` sequences, by the request id that the client saw. A request with n > 1 has several."""
+    """The last `capacity` sequences, by the request id that the client saw. A request with n > 1 has several, and clients, who choose
+    ids, may use one again: each sequence ages by itself."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._sequences: OrderedDict[str, list[RequestRecord]] = OrderedDict()
-        self._number = 0
+        self._records: deque[RequestRecord] = deque()  # oldest first, as each list of `_sequences`
+        self._sequences: dict[str, list[RequestRecord]] = {}
 
     def add(self, record: RequestRecord) -> None:
+        self._records.append(record)
         self._sequences.setdefault(record.request_id, []).append(record)
-        self._number += 1
-        while self._number > self._capacity:
-            oldest = next(iter(self._sequences.values()))
-            del oldest[0]
-            self._number -= 1
-            if not oldest:
-                self._sequences.popitem(last=False)
+        if len(self._records) > self._capacity:
+            request_id = self._records.popleft().request_id
+            del self._sequences[request_id][0]
+            if not self._sequences[request_id]:
+                del self._sequences[request_id]
 
     def recent(self, most: int) -> list[RequestRecord]:
         """The last sequences, the newest first."""
-        return list(islice(chain.from_iterable(reversed(records) for records in reversed(self._sequences.values())), most))
+        return list(islice(reversed(self._records), most))
 
     def find(self, request_id: str) -> list[RequestRecord]:
         """Sequences of a request; completions of several prompts are found by the id of their common answer."""

@@ -80,7 +80,7 @@ class InstanceDied:
 
 @dataclass(frozen=True, slots=True)
 class InstanceStopping:
-    """It does what it was told to do, and hears nothing new: a beta there is not told of the end of its alpha."""
+    """It finishes what it runs, or aborts it, and does not stay for a beta that has not resumed."""
 
     instance_id: str
 
@@ -426,7 +426,10 @@ class RequestFlow:
         """Nobody here has asked for it: an engine that is told to stop aborts what it runs (vLLM's `EngineCore._handle_shutdown`)."""
         if not self.needs(side):
             return []
-        reason = f"instance {self._micro(side).instance} has aborted it"
+        return self._on_lost(side, f"instance {self._micro(side).instance} has aborted it", now_ms)
+
+    def _on_lost(self, side: Side, reason: str, now_ms: float) -> list[Instruction]:
+        """A half that is needed has ended before its time."""
         if side is Side.BETA and self.state is not State.BETA:
             return self._lift(reason, now_ms)
         return self._orphan(reason, now_ms)
@@ -494,14 +497,11 @@ class RequestFlow:
         micro = self._micro(side)
         micro.computed_tokens, micro.cached_tokens = ended.computed_tokens, ended.cached_tokens
         self.live.discard(side)
-        if self.state is State.FINISHED or (side is Side.BETA and self.state is State.WHOLE):
+        if not self.needs(side):
             return []
-        if side is Side.ALPHA and self.state in (State.HANDING_OVER, State.BETA):
-            return []  # released, or preempted when its beta had everything
-        reason = f"{micro.instance} ended the request without finishing it"
-        if side is Side.BETA and self.state in (State.ALPHA, State.HANDING_OVER):
-            return self._lift(reason, now_ms)
-        return [*self._finish("error", now_ms, finished=side), Fail(reason)]
+        if side is Side.ALPHA and self.state is State.HANDING_OVER:
+            return []  # preempted when its beta had everything
+        return self._on_lost(side, f"{micro.instance} ended the request without finishing it", now_ms)
 
     def _finish(self, reason: str | None, now_ms: float, finished: Side | None = None) -> list[Instruction]:
         """Ends the request; every micro-request that did not end by itself is told to."""

@@ -100,7 +100,7 @@ def add_arguments(parser: Any) -> None:
         FLEET_SECRET_OPTION,
         type=Path,
         metavar="FILE",
-        help="a line of at least 32 characters, the same in the whole fleet and readable by its owner only; "
+        help="a line of at least 32 characters, the same in the whole fleet; others must not read it, nor its group write it; "
         "instances that are not at loopback need it (default: none)",
     )
     group.add_argument(
@@ -122,6 +122,8 @@ def configure(argv: list[str]) -> FrontendConfig:
     for name, unit in (("fleet_tbt_slo_ms", "milliseconds"), ("fleet_ttft_slo_ms", "milliseconds"), ("request_timeout_s", "seconds")):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}, not a number of {unit} above 0")
+    if math.isinf(args.fleet_tbt_slo_ms):  # each request is shown with it as JSON, which has no such number
+        raise ConfigError(f"--fleet-tbt-slo-ms is {args.fleet_tbt_slo_ms}, not a finite number of milliseconds above 0")
     if args.max_waiting < 1:
         raise ConfigError(f"--max-waiting is {args.max_waiting}, not a number of requests above 0")
     if args.max_body_bytes < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,18 +15,34 @@ from dynaserve.messages import AddLora, LoraAdded
 from vllm_plugin.adapters import AdapterLoader, adapter_id, with_fleet_id
 
 FIRST, SECOND = LoRARequest("first", 1, "/first"), LoRARequest("second", 2, "/second", is_3d_lora_weight=True)
+NUMBER = adapter_id(FIRST.lora_name, FIRST.lora_path)
 
 
 class Instances:
-    """Load whatever they are told to, and tell so."""
+    """Load whatever they are told to, and tell so, but for those that are silent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *silent: str) -> None:
         self.told: list[tuple[str, str]] = []
+        self.silent = silent
         self.loader = AdapterLoader(self.send)
 
     async def send(self, instance: str, message: AddLora) -> None:
         self.told.append((instance, message.lora_name))
-        self.loader.answered(instance, LoraAdded(message.lora_int_id, None))
+        if instance not in self.silent:
+            self.loader.answered(instance, LoraAdded(message.lora_int_id, None))
+
+
+async def waits(asking: asyncio.Task[Any]) -> bool:
+    """Whether it goes on waiting: nothing else than an answer is to come."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return not asking.done()
+
+
+async def cancel(asking: asyncio.Task[Any]) -> None:
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 def test_an_instance_that_comes_back_is_not_told_of_adapters_that_were_unloaded() -> None:
@@ -60,6 +77,94 @@ def test_an_adapter_that_is_being_loaded_is_not_taken_for_unloaded() -> None:
         answered("slow", LoraAdded(adapter_id("first", "/first"), None))
         await loading
         assert instances.told == [("slow", "first"), ("joined", "first")]
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_that_died_while_it_loaded_and_is_back_is_waited_for() -> None:
+    async def scenario() -> None:
+        instances = Instances("b")
+        loader = instances.loader
+        await loader.load(FIRST, ["a"])
+        loading = asyncio.create_task(loader.load_all("b"))
+        assert await waits(loading)
+        loading.cancel()  # as the front-end does with an instance's death, before it says so
+        loader.lost("b")
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        again = asyncio.create_task(loader.load_all("b"))
+        assert await waits(again)
+        loader.answered("b", LoraAdded(NUMBER, None))
+        assert await again == []
+        assert instances.told == [("a", "first"), ("b", "first"), ("b", "first")]
+        assert not loader.pending
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_that_comes_back_while_others_still_load_is_waited_for() -> None:
+    async def scenario() -> None:
+        instances = Instances("a", "b")
+        loader = instances.loader
+        loading = asyncio.create_task(loader.load(FIRST, ["a", "b"]))
+        assert await waits(loading)
+        loader.lost("b")
+        back = asyncio.create_task(loader.load_all("b"))
+        assert await waits(back)
+        loader.answered("a", LoraAdded(NUMBER, None))
+        await loading
+        assert await waits(back), "what a load no longer waits for, another may"
+        loader.answered("b", LoraAdded(NUMBER, None))
+        assert await back == []
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_is_cancelled_takes_no_answer_from_an_instance_that_joins() -> None:
+    async def scenario() -> None:
+        loader = Instances("a").loader
+        loading, joining = asyncio.create_task(loader.load(FIRST, ["a"])), asyncio.create_task(loader.load_all("a"))
+        assert await waits(joining)
+        await cancel(loading)
+        assert await waits(joining)
+        loader.answered("a", LoraAdded(NUMBER, None))
+        assert await joining == []
+        assert not loader.pending
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_whose_load_was_cancelled_is_not_taken_for_loaded() -> None:
+    async def scenario() -> None:
+        instances = Instances("a")
+        loader = instances.loader
+        loading = asyncio.create_task(loader.load(FIRST, ["a"]))
+        assert await waits(loading)
+        await cancel(loading)
+        assert not loader.pending
+        assert await loader.load_all("b") == []
+        assert instances.told == [("a", "first")]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+def test_an_adapter_that_was_loaded_stays_so_where_it_cannot_be_loaded_anew(how: str) -> None:
+    async def scenario() -> None:
+        instances = Instances()
+        loader = instances.loader
+        await loader.load(FIRST, ["a"])
+        before = dict(loader.loaded)
+        instances.silent = ("a",)
+        anew = asyncio.create_task(loader.load(LoRARequest("first", 1, "/first", load_inplace=True), ["a"]))
+        assert await waits(anew)
+        if how == "cancelled":
+            await cancel(anew)
+        else:
+            loader.answered("a", LoraAdded(NUMBER, "its file is gone"))
+            with pytest.raises(ValueError, match=r"^LoRA adapter first at /first cannot be loaded by a: its file is gone$"):
+                await anew
+        assert loader.loaded == before
 
     asyncio.run(scenario())
 

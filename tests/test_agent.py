@@ -227,6 +227,29 @@ def test_retract_does_not_wait_for_a_push_that_waits_for_others(monkeypatch: pyt
         node.agent.close()
 
 
+def test_retract_waits_for_a_one_sided_push_under_way_as_long_as_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = Node("a", SlowOneSided), Node("b", SlowOneSided)
+    monkeypatch.setitem(SlowOneSided.targets, "b", b.kv)
+    monkeypatch.setattr(SlowOneSided, "may_push", threading.Event())
+    monkeypatch.setattr("dynaserve.kv_transfer.agent.RETRACT_WITHIN_S", 0.01)
+    expect(b, a, "t", (10,))
+    a.agent.submit(tx.Ready("t", 0, (1,), final=True))
+    until(lambda: "t" in a.agent._one_sided_pushes and a.agent._one_sided_pushes["t"].running())
+    retracting = threading.Thread(target=a.agent.retract, args=(["t"],), daemon=True)
+    retracting.start()
+    time.sleep(0.1)
+    assert retracting.is_alive()
+    assert not a.agent._losses, "nothing is given up for it"
+    SlowOneSided.may_push.set()
+    until(lambda: not retracting.is_alive())
+    until(lambda: b.poll().received == ["t"])
+    assert (b.block(10), b.seen.lost_blocks) == (a.block(1), [])
+    a.agent.submit(tx.Stop("t"))
+    until(lambda: a.poll().sending_stopped == ["t"])
+    for node in (a, b):
+        node.agent.close()
+
+
 def test_a_cancelled_transfer_is_reported_once_the_sender_has_stopped(nodes: tuple[Node, Node]) -> None:
     a, b = nodes
     expect(b, a, "t", tuple(range(10, 40)))

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for nothing that is not there, and the documentation has it all."""
+"""Grafana's dashboard and Prometheus' alerts ask for nothing that is not there, and the documentation has it all."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from dynaserve import fleet_view, frontend_metrics
 from dynaserve.frontend_metrics import FleetCollector
 from tests import looked_at
-from vllm_plugin import step_metrics
+from vllm_plugin import gateway_metrics, step_metrics
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "examples" / "grafana" / "dynaserve.json"
+ALERTS = ROOT / "examples" / "prometheus" / "rules.yaml"
 DOCUMENTED = (ROOT / "docs" / "observability.md").read_text()
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}
 OF_PROMETHEUS = {"le", "instance"}
@@ -35,12 +37,14 @@ def panels() -> list[dict[str, Any]]:
 def expressions() -> Iterator[str]:
     for panel in panels():
         yield from (target["expr"] for target in panel.get("targets", ()))
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
 
 
 def exposed() -> dict[str, set[str]]:
     """Labels by the names that samples of ours have."""
     labels: dict[str, set[str]] = {}
-    for module in (frontend_metrics, step_metrics):
+    for module in (frontend_metrics, step_metrics, gateway_metrics):
         for metric in (value for value in vars(module).values() if isinstance(value, MetricWrapperBase)):
             (family,) = metric.describe()
             labels |= {family.name + suffix: set(metric._labelnames) for suffix in SUFFIXES[family.type]}

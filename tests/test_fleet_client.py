@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq.asyncio
+from prometheus_client import REGISTRY
 
 pytest.importorskip("vllm")
 
@@ -49,6 +50,7 @@ from dynaserve.messages import (
     ToInstance,
     WorkerDescription,
 )
+from dynaserve.records import RequestRecord
 from dynaserve.request_placer import REPORT_EVERY_MS, RequestPlacer, RequestProgress
 from dynaserve.step_latency import ProfileTable, Roofline
 from tests.test_fleet_links import Gateway, description, until
@@ -152,6 +154,31 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_that_the_client_has() -> No
         assert (output.request_id, output.new_token_ids, output.finish_reason) == ("r", [9], FinishReason.LENGTH)
 
     run(scenario)
+
+
+def test_a_request_that_was_placed_again_does_not_count_as_predicted_wrongly() -> None:
+    def observed() -> list[float | None]:
+        return [REGISTRY.get_sample_value(f"dynaserve_{what}_over_predicted_count") for what in ("ttft", "end")]
+
+    async def scenario(fleet: Fleet) -> None:
+        over: list[RequestRecord] = []
+        fleet.client.watchers.append(lambda record, _: over.append(record))
+        before = observed()
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        fleet.gateways[first].cut()
+        await until(lambda: bool(fleet.runs(second, "r")))
+        (goes_on,) = fleet.runs(second, "r")
+        await fleet.sample(second, goes_on.request_id, [7], FinishReason.LENGTH)
+        await fleet.output()
+        await fleet.gateways[second].say(Step([Ended(goes_on.request_id, 11, 0)], None, time.monotonic()))
+        await until(lambda: bool(over))
+        assert over[0].expected["ttft_ms"] > 0
+        assert over[0].expected["end_ms"] > 0
+        assert observed() == before
+
+    table = ProfileTable(Roofline(overhead_ms=300.0, token_ms=1.0, knee_tokens=16.0, pair_ms=0.0, decode_ms=1.0, context_ms=0.0))
+    run(scenario, placer=RequestPlacer(GlobalScheduler(Options(Policy.dynamic), table), LengthPredictor(), predicts=True))
 
 
 def test_what_an_instance_tells_of_its_prompts_is_reported_with_what_answers_and_what_waits() -> None:
@@ -362,6 +389,32 @@ def test_the_name_of_a_class_is_bounded() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "most"),
+    [
+        ("dynaserve_expected_tokens", 2**70, "tokens above 0 and up to 2147483647"),
+        ("dynaserve_expected_tokens", 2**31, "tokens above 0 and up to 2147483647"),
+        ("dynaserve_ttft_ms", 10**400, r"milliseconds above 0 and up to 1e\+12"),
+        ("dynaserve_tbt_ms", math.inf, r"milliseconds above 0 and up to 1e\+12"),
+    ],
+    ids=["tokens beyond msgpack", "tokens", "milliseconds beyond a float", "infinity"],
+)
+def test_a_number_that_is_too_large_to_be_counted_with_is_refused(name: str, value: float, most: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{name} is {value}, not a number of {most}$"):
+        requests.check_extra_args({name: value}, 10, 20, ["torch"])
+
+
+def test_the_largest_numbers_of_a_request_are_told_to_an_instance() -> None:
+    largest = {"dynaserve_expected_tokens": 2**31 - 1, "dynaserve_ttft_ms": 10**12, "dynaserve_tbt_ms": 1e12}
+    requests.check_extra_args(largest, 10, 20, ["torch"])
+
+    async def scenario(fleet: Fleet) -> None:
+        fleet.client.admit(10, SamplingParams(extra_args=largest), 20)
+        await fleet.start("r", extra_args=largest)
+
+    run(scenario)
+
+
 def test_a_dead_instance_that_was_to_leave_is_gone_at_once() -> None:
     async def scenario(fleet: Fleet) -> None:
         first = await fleet.start("r")
@@ -523,6 +576,20 @@ def test_an_instance_that_was_to_leave_and_stays_takes_requests_again() -> None:
         await fleet.client.add_instance(first)
         assert fleet.client.health(first) == "up"
         assert first in {await fleet.start(name) for name in ("t", "u", "v")}
+
+    run(scenario)
+
+
+def test_a_request_that_nobody_took_goes_to_an_instance_that_stays_after_all() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        second = await fleet.start("s")
+        assert {first, second} == set(NAMES)
+        await fleet.client.remove_instance(second)
+        fleet.gateways[first].cut()
+        await until(lambda: bool(fleet.client._orphans.waiting))
+        await fleet.client.add_instance(second)
+        await until(lambda: bool(fleet.runs(second, "r")))
 
     run(scenario)
 

@@ -267,7 +267,7 @@ def test_an_address_that_is_free_again_may_be_taken_at_once() -> None:
         other.start(context)
         await frontend.links.add(Instance("http://other", frontend.description_of("http://other")))
         other.cut()
-        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        await until(lambda: (Health.DEAD, 2) in frontend.healths)
         silent = frontend.gateways["http://other"] = Gateway("silent", api=False)
         silent.start(context)
         await until(lambda: "http://other" in frontend.links._joining)
@@ -450,7 +450,7 @@ def test_an_instance_joins_and_leaves_a_running_fleet() -> None:
         await frontend.links.remove("http://new")
         await until(lambda: Bye() in new.heard)
         assert (frontend.changes[-1].instance_id, frontend.changes[-1].health) == ("http://new", Health.DEAD)
-        assert list(frontend.links.instances) == frontend.links.alive == [URL]
+        assert list(frontend.links.instances) == frontend.links.alive == list(frontend.links.liveness._observed) == [URL]
         new.cut()
 
     run(scenario)

@@ -60,6 +60,17 @@ def test_the_newest_requests_come_first() -> None:
     assert [record.reason for record in book.recent(2)] == ["third", "second"]
 
 
+def test_sequences_of_an_id_that_is_used_again_age_each_by_itself() -> None:
+    book = RecordBook(capacity=3)
+    for name, reason in (("again", "first"), ("b", "second"), ("again", "third")):
+        book.add(RequestRecord(name, 1, None, reason))
+    assert [record.reason for record in book.recent(3)] == ["third", "second", "first"]
+    book.add(RequestRecord("c", 1, None, "fourth"))
+    assert [record.reason for record in book.recent(3)] == ["fourth", "third", "second"]
+    book.add(RequestRecord("d", 1, None, "fifth"))
+    assert [[record.reason for record in book.find(name)] for name in ("again", "b", "c")] == [["third"], [], ["fourth"]]
+
+
 @pytest.mark.parametrize(
     ("steps", "count", "in_slo", "longest_ms"),
     [

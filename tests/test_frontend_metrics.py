@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from dynaserve.frontend_metrics import FleetCollector, observe_end
 from tests import looked_at
 from tests.looked_at import A, B
+
+OVER_PREDICTED = ("dynaserve_ttft_over_predicted", "dynaserve_end_over_predicted")
 
 
 def value(name: str, **labels: str) -> float:
@@ -33,6 +36,23 @@ def test_the_end_of_a_cut_request_is_counted() -> None:
         assert abs(value(name) - before[name] - more) < 1e-9, name
     for name, (labels, more) in labelled.items():
         assert value(name, **labels) - before[name] == more, name
+
+
+def test_what_was_expected_is_compared_with_what_came() -> None:
+    record = looked_at.cut()
+    record.expected = {"ttft_ms": 200.0, "end_ms": 1000.0}
+    before = [value(f"{name}_sum") for name in OVER_PREDICTED]
+    observe_end(record)
+    assert [value(f"{name}_sum") - was for name, was in zip(OVER_PREDICTED, before, strict=True)] == pytest.approx([1.25, 1.9])
+
+
+def test_what_was_expected_of_a_request_that_was_placed_again_is_compared_with_nothing() -> None:
+    record = looked_at.placed_again()
+    record.finish_reason, record.timeline_ms["finished"] = "length", 5000.0
+    record.expected = {"ttft_ms": 200.0, "end_ms": 1000.0}
+    before = [value(f"{name}_count") for name in OVER_PREDICTED]
+    observe_end(record)
+    assert [value(f"{name}_count") for name in OVER_PREDICTED] == before
 
 
 def test_gauges_are_those_of_the_snapshot() -> None:

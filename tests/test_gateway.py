@@ -60,7 +60,8 @@ from tests.test_fleet_links import description, until
 from tests.test_wire_limits import almost
 from vllm_plugin import gateway as gateway_module
 from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
-from vllm_plugin.gateway import DROPPED, PARKED, QUARANTINED, RESERVED, Gateway
+from vllm_plugin.gateway import Gateway
+from vllm_plugin.gateway_metrics import DROPPED, PARKED, QUARANTINED, RESERVED
 from vllm_plugin.heart import Heart, StepClock
 from vllm_plugin.micro_requests import EXTRA_ARG
 from vllm_plugin.options import PLUGIN, PluginOptions

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from dynaserve.errors import ConfigError
 from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.sender import Stop
@@ -70,8 +71,8 @@ class Instance:
         told = [event for carrier in carried for event in msgspec.convert(carrier, list[Event])]
         return [event for event in told if isinstance(event, kind)]
 
-    def landed(self, name: str, blocks: int) -> None:
-        self.scheduler.micro.landed(f"t-{name}", blocks)
+    def landed(self, name: str, blocks: int, rank: int = 0) -> None:
+        self.scheduler.micro.landed(f"t-{name}", rank, blocks)
 
     def parked(self) -> set[str]:
         return set(self.scheduler.micro.parked)
@@ -105,6 +106,11 @@ def test_an_alpha_stops_at_its_hand_off_and_keeps_its_blocks(instance: Instance,
     assert instance.events(Parked) == [Parked("a", hand_off, 0)]
     instance.finish("a")
     assert instance.events(Ended) == [Ended("a", hand_off, 0)]
+
+
+def test_a_model_with_a_sliding_window_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^the model's KV cache is kept by SlidingWindowManager; DynaServe cuts requests of models with"):
+        Instance(tmp_path, window=256)
 
 
 def test_a_lifted_alpha_finishes_alone(instance: Instance) -> None:
@@ -294,13 +300,13 @@ def test_a_reservation_is_taken_back_when_running_requests_need_its_blocks(tmp_p
 def test_blocks_that_land_are_counted_without_a_step(instance: Instance) -> None:
     announced(instance)
     alarm = instance.scheduler._alarm = Alarm([], lambda: None)
-    alarm.landed.append(("t-b", 3))
-    alarm.landed.append(("t-of-a-request-that-is-over", 1))
+    alarm.landed.append(("t-b", 0, 3))
+    alarm.landed.append(("t-of-a-request-that-is-over", 0, 1))
     assert not instance.scheduler.has_requests()
     assert instance.scheduler.continue_request("b", 110, [9] * 11, 0.0)
     assert instance.step() == {}
     assert not instance.scheduler.has_requests()
-    alarm.landed.append(("t-b", 1))
+    alarm.landed.append(("t-b", 0, 1))
     assert instance.scheduler.has_requests()
     assert instance.step() == {"b": 1}
     alarm.close()
@@ -358,6 +364,21 @@ def test_a_beta_starts_where_alpha_stopped_although_something_else_was_announced
     assert Complete("t-b", blocks) in instance.commands
     instance.landed("b", blocks)
     assert instance.step() == {"b": max(1, 100 - hand_off)}
+    instance.finish()
+
+
+def test_a_beta_waits_for_the_worker_that_has_least(instance: Instance) -> None:
+    """Tensor parallel: the end was moved back, and blocks of one worker beyond it say nothing of the other's before it."""
+    instance.scheduler.micro.num_workers = 2
+    announced(instance)
+    instance.landed("b", 4, rank=0)
+    instance.landed("b", 1, rank=1)
+    assert instance.scheduler.move_hand_off("b", 64)
+    assert instance.scheduler.continue_request("b", 64, [], 0.0)
+    assert instance.step(2) == {}
+    assert not instance.events(Resumed)
+    instance.landed("b", 1, rank=1)
+    assert instance.step() == {"b": 36}
     instance.finish()
 
 

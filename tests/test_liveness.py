@@ -110,6 +110,19 @@ def test_a_dead_instance_comes_back_in_a_new_epoch_only() -> None:
     assert observer.health is Health.UP
 
 
+def test_of_an_instance_that_was_removed_nothing_is_kept_and_its_epoch_is_not_used_again() -> None:
+    observer = Observer()
+    liveness = observer.liveness
+    assert liveness.remove("a") == [Changed("a", Health.DEAD, 1, "removed from the fleet")]
+    assert liveness.join("b").epoch == 2
+    liveness.lost("b", "cut")
+    assert liveness.remove("b") == liveness.remove("stranger") == []
+    assert not liveness._observed
+    assert liveness.join("a") == Changed("a", Health.UP, 3, "joined")
+    observer.run(2.0)
+    assert observer.health is Health.UP
+
+
 def test_a_lost_connection_is_death_at_once_and_once() -> None:
     observer = Observer()
     assert observer.liveness.lost("a", "cut") == [Changed("a", Health.DEAD, 1, "cut")]

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,23 +154,59 @@ class Silent:
             self.plane.send(to.agent.endpoint, message)
 
 
-@pytest.fixture
-def silent() -> Iterator[Silent]:
+@contextlib.contextmanager
+def silent_worker(name: str) -> Iterator[Silent]:
     with socket.create_server(("127.0.0.1", 0)) as store:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        plane = ControlPlane(context, "silent", "127.0.0.1", None)
-        yield Silent(WorkerEndpoint("silent", plane.address, {PatientTransport.name: f"127.0.0.1:{store.getsockname()[1]}"}), plane)
-        context.destroy(linger=0)
+        plane = ControlPlane(context, name, "127.0.0.1", None)
+        try:
+            yield Silent(WorkerEndpoint(name, plane.address, {PatientTransport.name: f"127.0.0.1:{store.getsockname()[1]}"}), plane)
+        finally:
+            context.destroy(linger=0)
 
 
-def test_all_that_waits_to_be_pushed_ends_as_its_receiver_is_lost(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time limit ends it here."""
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    with silent_worker("silent") as worker:
+        yield worker
+
+
+@pytest.fixture
+def no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends in a test was ended, as with `PatientTransport`."""
     monkeypatch.setattr("dynaserve.kv_transfer.torch_pair._STORE_TIMEOUT_S", 3600.0)
-    alive, names = Node("alive", PatientTransport), ["t1", "t2", "t3"]
+
+
+def push_to(silent: Silent, alive: Node, names: list[str]) -> None:
+    """Returns when the first push waits for the silent worker, and the others behind it."""
     for block, name in enumerate(names):
         alive.agent.submit(tx.Ready(name, 0, (block,), final=False))
         silent.say(alive, Grant(name, silent.endpoint, PatientTransport.name, 0, [block]))
     until(lambda: all(alive.agent._sender.is_in_flight(name) for name in names))
+
+
+def until_broken(silent: Silent, names: set[str]) -> None:
+    """The silent worker is told, for when it goes on."""
+    heard: set[str] = set()
+
+    def all_heard() -> bool:
+        heard.update(message.transfer_id for message in silent.plane.receive() if isinstance(message, Broken))
+        return names <= heard
+
+    until(all_heard)
+
+
+def until_returned(call: Callable[[], None]) -> None:
+    """In a thread of its own, which a test that fails does not wait for."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    until(lambda: not thread.is_alive())
+
+
+@pytest.mark.usefixtures("no_time_limit")
+def test_all_that_waits_to_be_pushed_ends_as_its_receiver_is_lost(silent: Silent) -> None:
+    alive, names = Node("alive", PatientTransport), ["t1", "t2", "t3"]
+    push_to(silent, alive, names)
     for name in names:
         alive.agent.submit(tx.Stop(name))
     time.sleep(0.2)
@@ -180,6 +216,44 @@ def test_all_that_waits_to_be_pushed_ends_as_its_receiver_is_lost(silent: Silent
     until(lambda: sorted(alive.poll().sending_stopped) == names)
     assert alive.agent.open_transfers().total() == 0
     alive.agent.close()
+
+
+@pytest.mark.usefixtures("no_time_limit")
+def test_a_step_that_overwrites_blocks_tells_of_the_lost_before_it_waits_for_pushes(
+    silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells of the preemptions of a step before it binds the metadata; nothing but the loss ends a push here."""
+    pytest.importorskip("vllm")
+    from vllm_plugin.connector import DynaServeConnector, StepCommands
+    from vllm_plugin.kv_worker import KvWorker
+
+    monkeypatch.setattr("dynaserve.kv_transfer.agent.RETRACT_WITHIN_S", 3600.0)
+    alive, names = Node("alive", PatientTransport), ["t1", "t2"]
+    with contextlib.closing(alive.agent):
+        push_to(silent, alive, names)
+        connector = object.__new__(DynaServeConnector)  # its worker half, without an engine
+        connector.worker = object.__new__(KvWorker)
+        connector.worker.agent = alive.agent
+        step = StepCommands([("", PeerLost("silent", frozenset(names)))], preempted=["t2"])
+        until_returned(lambda: connector.handle_preemptions(step))
+        connector.bind_connector_metadata(step)
+        for name in names:
+            alive.agent.submit(tx.Stop(name))
+        until(lambda: sorted(alive.poll().sending_stopped) == names)
+        assert alive.agent.open_transfers().total() == 0
+
+
+@pytest.mark.usefixtures("no_time_limit")
+def test_a_step_does_not_wait_for_pushes_to_a_worker_of_whose_loss_a_later_step_would_tell(silent: Silent) -> None:
+    alive, names = Node("alive", PatientTransport), ["of another", "t"]
+    with contextlib.closing(alive.agent):
+        push_to(silent, alive, names)
+        until_returned(lambda: alive.agent.retract(["t"]))
+        until_broken(silent, set(names))
+        alive.agent.submit(PeerLost("silent", frozenset({"t"})))
+        for name in names:
+            alive.agent.submit(tx.Stop(name))
+        until(lambda: sorted(alive.poll().sending_stopped) == names)
 
 
 def test_all_that_waits_to_be_received_ends_as_its_sender_is_lost(silent: Silent) -> None:
@@ -249,22 +323,43 @@ def test_transfers_of_a_front_end_that_has_not_lost_the_worker_go_on(*, is_sende
         node.agent.close()
 
 
+@pytest.mark.usefixtures("no_time_limit")
 def test_the_channel_that_a_lost_transfer_waits_on_ends_and_those_of_others_behind_it_hear_of_it(silent: Silent) -> None:
     alive = Node("alive", PatientTransport)
-    for block, name in enumerate(["its", "of another"]):
-        alive.agent.submit(tx.Ready(name, 0, (block,), final=False))
-        silent.say(alive, Grant(name, silent.endpoint, PatientTransport.name, 0, [block]))
-    until(lambda: all(alive.agent._sender.is_in_flight(name) for name in ("its", "of another")))
+    push_to(silent, alive, ["its", "of another"])
     alive.agent.submit(PeerLost("silent", frozenset({"its"})))
     until(lambda: not alive.agent._sender.is_in_flight("of another"))
-    heard: set[str] = set()
-
-    def broken() -> set[str]:
-        heard.update(message.transfer_id for message in silent.plane.receive() if isinstance(message, Broken))
-        return heard
-
-    until(lambda: "of another" in broken())
+    until_broken(silent, {"of another"})
     alive.agent.close()
+
+
+@pytest.mark.usefixtures("no_time_limit")
+def test_a_push_holds_the_channel_though_its_receiver_wants_no_more(silent: Silent) -> None:
+    alive = Node("alive", PatientTransport)
+    with contextlib.closing(alive.agent):
+        push_to(silent, alive, ["its", "of another"])
+        silent.say(alive, Done("its", complete=False))
+        until(lambda: alive.agent._sender.transfers["its"].receiver is None)
+        alive.agent.submit(PeerLost("silent", frozenset({"its"})))
+        until(lambda: not alive.agent._sender.is_in_flight("its"))
+
+
+@pytest.mark.usefixtures("no_time_limit")
+def test_the_loss_of_a_worker_ends_no_channel_for_what_is_under_way_with_a_third(silent: Silent) -> None:
+    """A front-end names all of its transfers; those of another one go on."""
+    alive, its = Node("alive", PatientTransport), frozenset({"its", "its with the third"})
+    with contextlib.closing(alive.agent), silent_worker("third") as third:
+        push_to(silent, alive, ["of another"])
+        push_to(third, alive, ["its with the third"])
+        silent.say(alive, Grant("its", silent.endpoint, PatientTransport.name, 0, [5]))
+        until(lambda: alive.agent.open_transfers()["sending"] == 3)
+        alive.agent.submit(PeerLost("silent", its))
+        until(lambda: alive.agent.open_transfers()["sending"] == 2)
+        assert not alive.agent._losses
+        alive.agent.submit(PeerLost("third", its))
+        until(lambda: not alive.agent._sender.is_in_flight("its with the third"))
+        assert alive.agent._sender.is_in_flight("of another")
+        assert not alive.agent._losses["silent"]
 
 
 class OneSided(TorchTransport):

@@ -235,9 +235,23 @@ def test_a_request_that_both_instances_have_given_up_is_placed_again() -> None:
     assert [type(i) for i in tell(flow, BETA, Revoked("r", "gone"))] == [SendAbort, PlaceAgain]
 
 
-def test_an_instance_that_drops_a_request_fails_it() -> None:
+def test_a_request_that_its_instance_drops_is_placed_again() -> None:
     flow = running(whole_flow())
-    assert [type(i) for i in tell(flow, ALPHA, Ended("r", 3, 0))] == [Fail]
+    assert tell(flow, ALPHA, Ended("r", 3, 0)) == [PlaceAgain()]
+    assert [attempt.reason for attempt in flow.record.lost_attempts] == ["a ended the request without finishing it"]
+
+
+def test_an_alpha_that_had_ended_when_it_was_lifted_goes_on_elsewhere() -> None:
+    """Preempted when its beta had everything; that beta is aborted now."""
+    flow = running(cut_flow())
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Tokens([7], None), Parked("r", 105))
+    assert flow.lift(1.0) == [LIFT, SendAbort("b")]
+    assert tell(flow, BETA, Ended("r", 0, 0)) == []
+    assert tell(flow, ALPHA, Ended("r", 105, 0)) == [PlaceAgain()]
+    elsewhere = Placement(MicroRequest("c", 0, 120), None, PlacementReason.colocated)
+    assert flow.place_again(elsewhere, 2.0) == [SendRun("c", None, (7,))]
+    assert tell(flow, ALPHA, Tokens([8], "length")) == [Forward()]
 
 
 def test_an_instance_that_gives_up_a_half_that_nobody_listens_to_is_forgotten() -> None:

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -83,7 +83,7 @@ class Engine:
     pipelined: as vLLM does with asynchronous scheduling, the next batch is formed while one runs. draft_tokens: that each decode
     speculates, all of which are accepted. cuts: the instance of a fleet, without workers. slo: with SLO-aware batches.
     stock: vLLM's scheduler alone. machine: what its steps take. launch_ms: pipelined only, how long the engine's thread takes to launch a
-    step on a GPU, which tells how long it took. folder: gets the model's config.
+    step on a GPU, which tells how long it took. folder: gets the model's config. window: of its attention, in tokens; None: it is full.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Engine:
         stock: bool = False,
         machine: Roofline = MACHINE,
         launch_ms: Callable[[BatchShape], float] | None = None,
+        window: int | None = None,
         **engine_args: Any,
     ) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -120,7 +121,9 @@ class Engine:
         )
         config = args.create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+        spec: AttentionSpec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+        if window is not None:
+            spec = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=window)
         base = AsyncScheduler if pipelined else Scheduler
         self.blocks, self.pipelined, self.draft_tokens, self.machine = blocks, pipelined, draft_tokens, machine
         mixins: tuple[type, ...] = () if stock else (*[CutScheduler] * cuts, *[SloScheduler] * slo, ResumingFirst)

@@ -35,7 +35,8 @@ class AdapterLoader:
     offered: Callable[[], Iterable[LoRARequest]] | None = None
     loaded: dict[int, AddLora] = field(default_factory=dict)
     """What every instance has, or is told when it comes back, unless it has been unloaded meanwhile."""
-    pending: dict[tuple[str, int], asyncio.Future[str | None]] = field(default_factory=dict)
+    pending: dict[tuple[str, int], list[asyncio.Future[str | None]]] = field(default_factory=dict)
+    """Who waits for which instance to load which adapter. Each waits for itself: one that is cancelled takes nobody else's answer."""
 
     async def load(self, lora: LoRARequest, instances: Iterable[str]) -> None:
         """Returns when every instance has it. Raises ValueError, which names the instances that cannot load it and why, or what is too
@@ -45,14 +46,16 @@ class AdapterLoader:
                 raise ValueError(f"the {what} of a LoRA adapter has {len(text)} characters, at most {LONGEST_NAME} are taken")
         number = adapter_id(lora.lora_name, lora.lora_path)
         message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace, lora.is_3d_lora_weight)
-        before = self.loaded.get(number)
+        before = self.loaded.get(number)  # of no other load that goes on: vLLM has one at a time of a name (`lora_resolver_lock`)
         self.loaded[number] = message  # an instance that joins meanwhile is told as well
-        faults = await self._ask(message, list(instances))
-        if faults:
-            del self.loaded[number]
+        try:
+            if faults := await self._ask(message, list(instances)):
+                raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
+        except BaseException:  # also where the caller is cancelled: not every instance has it
+            self.loaded.pop(number, None)
             if before is not None:
                 self.loaded[number] = before
-            raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
+            raise
 
     async def load_all(self, instance: str) -> list[str]:
         """Tells an instance that has come back what the others have. Returns why it cannot load it; empty: it has everything."""
@@ -68,22 +71,33 @@ class AdapterLoader:
 
     async def _ask(self, message: AddLora, instances: Sequence[str]) -> list[str]:
         number = message.lora_int_id
-        answers = {name: self.pending.setdefault((name, number), asyncio.get_running_loop().create_future()) for name in instances}
-        for name in answers:
-            await self.send(name, message)
-        missing = (await asyncio.wait(answers.values(), timeout=_LOAD_TIMEOUT_S))[1] if answers else ()
+        answers: dict[str, asyncio.Future[str | None]] = {name: asyncio.get_running_loop().create_future() for name in instances}
+        for name, answer in answers.items():
+            self.pending.setdefault((name, number), []).append(answer)
+        try:
+            for name in answers:
+                await self.send(name, message)
+            missing = (await asyncio.wait(answers.values(), timeout=_LOAD_TIMEOUT_S))[1] if answers else ()
+        finally:
+            for name, answer in answers.items():
+                self._wait_no_more(name, number, answer)
         faults = []
         for name, answer in answers.items():
-            self.pending.pop((name, number), None)
             fault = f"no answer for {_LOAD_TIMEOUT_S:g} s" if answer in missing else answer.result()
             if fault is not None:
                 faults.append(f"{name}: {fault}")
         return faults
 
+    def _wait_no_more(self, instance: str, number: int, answer: asyncio.Future[str | None]) -> None:
+        waiting = self.pending[instance, number]
+        waiting.remove(answer)
+        if not waiting:
+            del self.pending[instance, number]
+
     def answered(self, instance: str, answer: LoraAdded) -> None:
-        pending = self.pending.get((instance, answer.lora_int_id))
-        if pending is not None and not pending.done():
-            pending.set_result(answer.error)
+        for waiting in self.pending.get((instance, answer.lora_int_id), ()):
+            if not waiting.done():
+                waiting.set_result(answer.error)
 
     def lost(self, instance: str) -> None:
         """Nobody waits for an instance that has died: it is told again when it comes back."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
@@ -96,9 +95,8 @@ class SloScheduler(ResumingFirst):
         self.accounts = StepAccounts.of(self.vllm_config, options, self._most_scheduled_tokens)
         self.deadlines = self.accounts.deadlines
         self.clock: Callable[[], float] = time.monotonic
-        # Neither windows nor speculation: vLLM keeps and looks for other blocks than the first ones there.
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        self._one_hash_a_block = len(managers) == 1 and type(managers[0]) is FullAttentionManager and not self._speculates
+        # With speculation vLLM keeps and looks for other blocks than the first ones.
+        self._one_hash_a_block = not self._speculates
         self._ended: list[str] = []
         self._held_back: set[str] = set()
         """Prompts with KV from elsewhere that may not begin in this step."""

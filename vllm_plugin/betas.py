@@ -95,12 +95,18 @@ class BetaScheduler(Scheduler):
 
     def grow_reservations(self) -> None:
         """Gives reservations that were granted in part what there is room for now, the oldest first."""
+        room: int | None = None  # the same for all, and dear where many wait
         for request_id, micro in self.micro.betas.items():
             if not micro.revocable or micro.plan.hand_off_at is None:
                 continue
             request = self.requests[request_id]
-            if request.num_computed_tokens < micro.plan.hand_off_at and (room := self._room()) > 0:
-                self._grow(request, micro, min(micro.plan.hand_off_at, (micro.granted_blocks + room) * self.block_size))
+            if request.num_computed_tokens >= micro.plan.hand_off_at:
+                continue
+            room = self._room() if room is None else room
+            if room <= 0:
+                return
+            if self._grow(request, micro, min(micro.plan.hand_off_at, (micro.granted_blocks + room) * self.block_size)):
+                room = None
 
     def _grow(self, request: Request, micro: MicroRequest, tokens: int) -> bool:
         """Reserves up to `tokens`; False: there are no blocks."""

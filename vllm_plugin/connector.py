@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dynaserve.kv_transfer.agent import TransferReport
+from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.sender import Ready
 from dynaserve.messages import WorkerDescription
 from vllm_plugin.micro_requests import Command
@@ -186,8 +186,11 @@ class DynaServeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.submit([c for c in connector_metadata.commands if not isinstance(c[1], Ready)])
 
     def handle_preemptions(self, kv_connector_metadata: StepCommands) -> None:
-        """Called before this step overwrites blocks."""
+        """Called before this step overwrites blocks, and before its metadata is bound."""
         if kv_connector_metadata.preempted:
+            # Pushes to the lost must not hold this up. They are told again in their turn: a beta may have been reserved just before, whose
+            # blocks cannot be granted yet.
+            self.worker.submit([c for c in kv_connector_metadata.commands if isinstance(c[1], PeerLost)])
             self.worker.agent.retract(kv_connector_metadata.preempted)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

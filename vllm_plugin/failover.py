@@ -109,8 +109,8 @@ class Failover:
             self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
 
     async def _on_stopping(self, instance: str, *, is_stopping: bool) -> None:
-        """An instance that was told to stop takes nothing new. It finishes what it runs or aborts it, and in either case does not
-        hear of the end of an alpha any more (vLLM's engine refuses utility calls then): alphas whose betas are there go on alone."""
+        """An instance that was told to stop takes nothing new. It finishes what it runs or aborts it, and does not stay for a beta that
+        has not resumed: alphas whose betas are there go on alone."""
         if is_stopping == (instance in self._stopping) or self.instances[instance].description.stock:
             return
         if not is_stopping:
@@ -151,6 +151,7 @@ class Failover:
         if name in self._draining:
             self._draining.discard(name)
             await self._take_new_requests()
+            await self._place_orphans()
         elif name in self.instances:
             raise ConfigError(f"instance {name} is in the fleet already")
         else:

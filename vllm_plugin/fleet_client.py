@@ -485,11 +485,6 @@ class FleetClient(Failover):
         sequence = [*(live.request.prompt_token_ids or ()), *live.flow.output_token_ids]
         self._placer.learn_prefix(sequence, cache_key(live.request), live.flow.holders())
         self._learn_transfer(record)
-        prediction, first_token_ms = live.flow.placement.prediction, record.timeline_ms.get("first_token")
-        if prediction is not None and prediction.ttft_ms > 0 and first_token_ms is not None:
-            frontend_metrics.TTFT_ERROR.observe(first_token_ms / prediction.ttft_ms)
-        if ended is not None and record.expected.get("end_ms"):
-            frontend_metrics.END_ERROR.observe(record.timeline_ms["finished"] / record.expected["end_ms"])
 
     def _learn_transfer(self, record: RequestRecord) -> None:
         """Its workers send their parts of each block at the same time."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 import zmq.asyncio
-from prometheus_client import Counter, Gauge
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -66,6 +65,7 @@ from dynaserve.reservations import Reservations
 from dynaserve.step_report import BatchReport
 from vllm_plugin import patches, step_metrics
 from vllm_plugin.batching import REPORT_CARRIER, REPORT_KEY
+from vllm_plugin.gateway_metrics import DROPPED, PARKED, QUARANTINED, RESERVED
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
 from vllm_plugin.scheduler import EVENT_CARRIER
@@ -81,11 +81,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.dynaserve.gateway")
 
 BEAT_S = 0.2
-
-DROPPED = Counter("dynaserve_dropped_messages", "Messages on the gateway's socket that were malformed or not allowed.", ["reason"])
-PARKED = Gauge("dynaserve_parked_requests", "Alphas that stand at their hand-off points.")
-RESERVED = Gauge("dynaserve_reserved_blocks", "KV blocks that are granted to betas which have not resumed.")
-QUARANTINED = Gauge("dynaserve_quarantined_blocks", "KV blocks of betas that are over, which a sender may still write to.")
 
 
 @dataclass

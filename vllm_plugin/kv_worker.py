@@ -43,7 +43,7 @@ class KvWorker:
         self._rank = get_tensor_model_parallel_rank()
         self._device = kv.layers[0].device
         secret = options.read_secret()
-        self.bell = Bell(options.host, secret)
+        self.bell = Bell(options.host, self._rank, secret)
         self.agent = Agent(worker_id, options.host, kv.block_bytes, transports, self.bell.ring, self.bell.ring_landed, secret)
         self.description = WorkerDescription(self.agent.endpoint, _layout(vllm_config, kv_caches), kv.block_bytes)
         # One clock tells how long a step took: ranks compute it together.

@@ -70,9 +70,9 @@ class MicroRequest:
     hand-off cannot move any more; parked_at, the token at which it stands (None: it runs), since parked_s; told_parked, the
     front-end knows where; delivered: how many workers' peers have all that they need.
 
-    Of a beta: first_index, the first block that is transferred; granted_blocks, all blocks that it holds; landed_blocks, over
-    all workers; end_index, the block before which the transfer ends, None until `Continue`; received: its KV is here;
-    resumed: it runs, or may; expected_s: about when its alpha will stop, None: not told.
+    Of a beta: first_index, the first block that is transferred; granted_blocks, all blocks that it holds; landed_blocks, by the
+    worker's rank, in order from first_index on; end_index, the block before which the transfer ends, None until `Continue`;
+    received: its KV is here; resumed: it runs, or may; expected_s: about when its alpha will stop, None: not told.
     """
 
     request_id: str
@@ -91,7 +91,7 @@ class MicroRequest:
 
     first_index: int = 0
     granted_blocks: int = 0
-    landed_blocks: int = 0
+    landed_blocks: Counter[int] = field(default_factory=Counter)
     end_index: int | None = None
     step_rest_ms: float = 0.0
     received: bool = False
@@ -215,14 +215,19 @@ class MicroRequests:
         micro.end_index = end_index
         self.command(micro.request_id, Complete(micro.plan.transfer_id, end_index))
 
-    def landed(self, transfer_id: str, blocks: int) -> None:
-        """So many more blocks of a beta are on one of its workers."""
+    def landed(self, transfer_id: str, rank: int, blocks: int) -> None:
+        """So many more blocks of a beta are on its worker of this rank."""
         if micro := self.by_id.get(self.transfers.get(transfer_id, "")):
-            micro.landed_blocks += blocks
+            micro.landed_blocks[rank] += blocks
 
     def all_landed(self, micro: MicroRequest) -> bool:
-        """Every worker has every block of the beta, as far as they have told."""
-        return micro.end_index is not None and micro.landed_blocks >= self.num_workers * (micro.end_index - micro.first_index)
+        """Every worker has every block of the beta, as far as they have told.
+
+        By worker: where the end was moved back, one may have blocks beyond it, which another lacks before it.
+        """
+        if micro.end_index is None:
+            return False
+        return min(micro.landed_blocks[rank] for rank in range(self.num_workers)) >= micro.end_index - micro.first_index
 
     def resume(self, micro: MicroRequest) -> None:
         micro.resumed = micro.received = True

@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         FLEET_SECRET_OPTION,
         type=_absolute,
         metavar="FILE",
-        help="a line of at least 32 characters, the same in the whole fleet and readable by its owner only; "
+        help="a line of at least 32 characters, the same in the whole fleet; others must not read it, nor its group write it; "
         "a --dynaserve-host that is not loopback needs it (default: none)",
     )
     group.add_argument(

@@ -42,6 +42,9 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": ("self", "request_ids", "finished_status"),
     "vllm.v1.core.sched.scheduler:Scheduler.has_requests": ("self",),
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("self", "scheduler_output", "model_runner_output"),
+    "vllm.v1.engine.core:EngineCoreProc._process_input_queue": ("self",),
+    "vllm.v1.engine.core:EngineCoreProc._reject_utility_in_shutdown": ("self", "client_idx", "call_id", "method_name"),
+    "vllm.v1.engine.core:EngineCoreProc.has_work": ("self",),
     "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async": ("self", "method", "args"),
     "vllm.v1.engine.core_client:EngineCoreClient.make_async_mp_client": (
         "vllm_config",
@@ -133,6 +136,8 @@ def turn_on(args: argparse.Namespace) -> None:
     for flag in ("enable_scale_out", "tokens_only"):  # their route takes `SamplingParams.extra_args` from clients, and with it our plans
         if getattr(args, flag, False):
             raise ConfigError(f"--{flag.replace('_', '-')} is not supported with --plugin dynaserve")
+    if getattr(args, "disable_log_stats", False):  # its statistics carry what instances tell of their load and steps
+        raise ConfigError("--disable-log-stats is not supported with --plugin dynaserve: front-ends would hear nothing of its load")
     for flag in ("scheduler_cls", "kv_transfer_config"):
         if getattr(args, flag, None) is not None:
             raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} conflicts with --plugin dynaserve, which sets it")
@@ -198,6 +203,58 @@ def install_engine_core_calls() -> None:
     for name, call in vars(engine_calls).items():
         if name.startswith("dynaserve_"):
             setattr(EngineCore, name, call)
+
+
+def install_drain() -> None:
+    """With `--shutdown-timeout` the engine keeps what other instances wait for, and hears what they say about it.
+
+    Why: nothing is computed for an alpha that stands at its hand-off point, so the engine would end (v1/engine/core.py:1665) before the
+    beta has taken over; and what releases or lifts that alpha is a utility call, which it would refuse (core.py:1689).
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if hasattr(EngineCoreProc, "_dynaserve_installed"):
+        return
+    EngineCoreProc._dynaserve_installed = True
+    has_work = EngineCoreProc.has_work
+    EngineCoreProc.has_work = _also_while_awaited(has_work)
+    EngineCoreProc._process_input_queue = _waiting_while_awaited(EngineCoreProc._process_input_queue, has_work)
+    EngineCoreProc._reject_utility_in_shutdown = _but_ours(EngineCoreProc._reject_utility_in_shutdown)
+
+
+def _is_awaited(core: Any) -> bool:
+    """It finishes what it runs, and the beta of an alpha that stands here has not taken over yet."""
+    from vllm.v1.engine.core import EngineShutdownState
+
+    return bool(core.shutdown_state == EngineShutdownState.SHUTTING_DOWN and core.scheduler.parked_requests())
+
+
+def _also_while_awaited(has_work: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(has_work)
+    def wrapper(self: Any) -> bool:
+        return has_work(self) or _is_awaited(self)
+
+    return wrapper
+
+
+def _waiting_while_awaited(process: Callable[[Any], None], has_work: Callable[[Any], bool]) -> Callable[[Any], None]:
+    """Why: vLLM's loop sleeps in its input queue only while no shutdown was asked for (core.py:1576); it would turn without a pause."""
+
+    @functools.wraps(process)
+    def wrapper(self: Any) -> None:
+        while _is_awaited(self) and not has_work(self):
+            self._handle_client_request(*self.input_queue.get())
+        process(self)
+
+    return wrapper
+
+
+def _but_ours(reject: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(reject)
+    def wrapper(self: Any, client_idx: int, call_id: int, method_name: str) -> bool:
+        return not method_name.startswith("dynaserve_") and reject(self, client_idx, call_id, method_name)
+
+    return wrapper
 
 
 def tell_before_shutdown(engine_client: Any, tell: Callable[[], None]) -> None:

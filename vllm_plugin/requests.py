@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -40,10 +39,13 @@ SPECULATION = "speculative decoding"
 """The obstacle of instances with it."""
 _LEAST_MIN_P = 1e-5
 """Below, vLLM takes it for 0."""
+_MOST_EXPECTED_TOKENS = (1 << 31) - 1
+_MOST_SLO_MS = 1e12
+"""As in `dynaserve.messages` (`Tokens`, `Milliseconds`). Whole numbers far beyond fit neither msgpack nor a float."""
 
 
 def is_slo_ms(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_SLO_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,14 @@ def check_extra_args(extra_args: dict[str, Any], prompt_tokens: int | None, max_
         if (flag := extra_args.get(name, default)) not in (0, 1):
             raise BadRequest(f"{name} is {flag!r}, not 0 or 1")
     expected = extra_args.get(EXPECTED_ARG)
-    if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or expected < 1):
-        raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0")
+    if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool) or not 1 <= expected <= _MOST_EXPECTED_TOKENS):
+        raise BadRequest(f"{EXPECTED_ARG} is {expected!r}, not a number of tokens above 0 and up to {_MOST_EXPECTED_TOKENS}")
     if len(named := str(extra_args.get(CLASS_ARG, ""))) > LONGEST_CLASS:
         raise BadRequest(f"{CLASS_ARG} has {len(named)} characters, more than {LONGEST_CLASS}")
     for name in (TBT_ARG, TTFT_ARG):
         slo_ms = extra_args.get(name)
         if slo_ms is not None and not is_slo_ms(slo_ms):
-            raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0")
+            raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0 and up to {_MOST_SLO_MS:g}")
 
 
 def check_speculation(params: SamplingParams, obstacles: Collection[str | None]) -> None:

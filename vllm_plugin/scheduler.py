@@ -13,6 +13,7 @@ import msgspec
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request
 
@@ -64,6 +65,12 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         groups = len(self.kv_cache_config.kv_cache_groups)
         if groups != 1:
             raise ConfigError(f"the model has {groups} KV cache groups; DynaServe cuts requests of models with exactly one")
+        # Others free or leave out blocks within a prompt, and what a beta takes over is all of them.
+        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        if type(manager) is not FullAttentionManager:
+            raise ConfigError(
+                f"the model's KV cache is kept by {type(manager).__name__}; DynaServe cuts requests of models with full attention"
+            )
         options = PluginOptions.from_config(self.vllm_config)
         self._park_timeout_s = options.park_timeout_ms / 1e3
         self._most_parked = options.max_parked
@@ -75,6 +82,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self._stuck = self._freed = False
         self.connector.bind(self)
         patches.install_engine_core_calls()
+        patches.install_drain()
 
     def listen_to_workers(self, wake: Callable[[], None]) -> None:
         """From now on the engine is woken when a worker has news; `wake` is called from another thread."""

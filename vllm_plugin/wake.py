@@ -8,17 +8,22 @@ by the signal itself: a step without tokens, only to hear of them, would take it
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import msgspec
 import zmq
 
 from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
 
-_LANDED = msgspec.msgpack.Decoder(tuple[str, int])
+logger = logging.getLogger("vllm.dynaserve.wake")
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_LANDED = msgspec.msgpack.Decoder(tuple[str, _Count, _Count])
 _LONGEST_SLEEP_MS = 250
 """How late a deadline may be noticed."""
 LONGEST_SIGN_BYTES = 4096
@@ -26,9 +31,10 @@ LONGEST_SIGN_BYTES = 4096
 
 
 class Bell:
-    """The worker's end; both `ring`s are called by one thread at a time and never wait."""
+    """The worker's end; both `ring`s are called by one thread at a time and never wait. rank: of the worker, in its instance."""
 
-    def __init__(self, host: str, secret: FleetSecret | None = None) -> None:
+    def __init__(self, host: str, rank: int, secret: FleetSecret | None = None) -> None:
+        self._rank = rank
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.linger = 0
@@ -41,7 +47,7 @@ class Bell:
 
     def ring_landed(self, transfer_id: str, blocks: int) -> None:
         """So many more blocks are here. Should it get lost, the engine hears it with the result of the whole transfer."""
-        self._send(msgspec.msgpack.encode((transfer_id, blocks)))
+        self._send(msgspec.msgpack.encode((transfer_id, self._rank, blocks)))
 
     def _send(self, sign: bytes) -> None:
         try:
@@ -56,14 +62,17 @@ class Bell:
 class Alarm:
     """The engine core's end: a thread of its own notes what comes, and then calls `wake`.
 
-    rings: a step is needed. landed: (transfer id, blocks) that have arrived since it was emptied. deadline_s: on the monotonic
-    clock, when to wake the core without a signal; None: never.
+    bells: addresses, one of each worker. rings: a step is needed. landed: (transfer id, rank of the worker, blocks) that have arrived
+    since it was emptied. dropped: signals that could not be read. deadline_s: on the monotonic clock, when to wake the core without
+    a signal; None: never.
     """
 
     def __init__(self, bells: Sequence[str], wake: Callable[[], None], secret: FleetSecret | None = None) -> None:
         self.rings = threading.Event()
-        self.landed: deque[tuple[str, int]] = deque()
+        self.landed: deque[tuple[str, int, int]] = deque()
+        self.dropped = 0
         self.deadline_s: float | None = None
+        self._num_workers = len(bells)
         self._wake = wake
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
@@ -105,6 +114,17 @@ class Alarm:
             except zmq.Again:
                 return True
             if sign:
-                self.landed.append(_LANDED.decode(sign))
+                self._note_landed(sign)
             else:
                 self.rings.set()
+
+    def _note_landed(self, sign: bytes) -> None:
+        try:
+            transfer_id, rank, blocks = _LANDED.decode(sign)
+            if rank >= self._num_workers:
+                raise msgspec.ValidationError(f"it is of rank {rank}, and there are {self._num_workers} workers")
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.dropped += 1
+            logger.warning("dropped a malformed signal of %d bytes of a worker: %s", len(sign), error)
+        else:
+            self.landed.append((transfer_id, rank, blocks))

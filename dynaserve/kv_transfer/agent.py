@@ -38,6 +38,9 @@ PROBE_EVERY_S, PROBE_FOR_S = 1.0, 60.0
 late. It goes on for longer while blocks wait for the answer."""
 ACK_AFTER_S = 0.5
 """One answer acknowledges all messages of this time."""
+RETRACT_WITHIN_S = 2.0
+"""How long the engine's step waits for a push before that is given up: every request of the instance stands still. The largest push of a
+model of 14B, 96 MiB, takes 0.1 s at 10 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,13 @@ class _Rest:
 
 
 @dataclass(frozen=True, slots=True)
+class _RestOverdue:
+    """Blocks of these transfers are still being read, and the engine's step has waited for long enough."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _AcksDue:
     """Time to acknowledge what has come."""
 
@@ -81,7 +91,7 @@ class _Probed:
     gone: bool
 
 
-_Event = tx.Event | rx.Event | PeerLost | _Rest | _AcksDue | _ProbeDue | _Probed
+_Event = tx.Event | rx.Event | PeerLost | _Rest | _RestOverdue | _AcksDue | _ProbeDue | _Probed
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -150,6 +160,8 @@ class Agent:
         """How often each peer was lost: what had been queued for it before is given up."""
         self._acks_due = False
         self._lanes: dict[tuple[str, str], ThreadPoolExecutor] = {}
+        self._pushes: dict[str, tx.Push] = {}
+        """Of each transfer the one that is under way, or queued; whatever has become of the grant since."""
         self._one_sided_pushes: dict[str, Future[None]] = {}
         """The last one of each transfer, until it is done."""
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
@@ -173,13 +185,17 @@ class Agent:
         self._post(command)
 
     def retract(self, transfer_ids: Sequence[str]) -> None:
-        """Returns when no block of these transfers is being read, as after `close`: call it before their blocks are overwritten."""
+        """Returns when no block of these transfers is being read, as after `close`: call it before their blocks are overwritten.
+
+        A two-sided push that is not over after `RETRACT_WITHIN_S` fails, with whatever else is under way between the same two workers:
+        its receiver may be stopped, and the caller is who would hear of that. A one-sided one is left to its own time limit.
+        """
         rest = _Rest(tuple(transfer_ids), threading.Event())
         for transfer_id in transfer_ids:
             self._post(tx.Retract(transfer_id))
         self._post(rest)
-        while not rest.reached.wait(timeout=1.0) and not self._closed:
-            self._check()
+        while not rest.reached.wait(timeout=RETRACT_WITHIN_S) and not self._closed:
+            self._post(_RestOverdue(rest.transfer_ids))
 
     def take_results(self) -> Results:
         with self._lock:
@@ -284,6 +300,8 @@ class Agent:
         match event:
             case _Rest():
                 self._resting.append(event)
+            case _RestOverdue(transfer_ids=transfer_ids):
+                self._give_up_pushes(transfer_ids)
             case _AcksDue():
                 self._acks_due = False
                 self._control.send_acks()
@@ -296,10 +314,11 @@ class Agent:
             case tx.Retract(transfer_id=transfer_id):
                 self._withdraw_push(transfer_id)
                 self._to_sender(event)
-            case tx.PushDone(transfer_id=transfer_id) | tx.PushFailed(transfer_id=transfer_id):
+            case tx.PushDone(transfer_id=transfer_id) | tx.PushFailed(transfer_id=transfer_id) | tx.PushWithdrawn(transfer_id=transfer_id):
+                self._pushes.pop(transfer_id, None)
                 self._one_sided_pushes.pop(transfer_id, None)
                 self._to_sender(event)
-            case tx.Ready() | tx.PushWithdrawn() | tx.Stop() | tx.ReceiverLost() | Grant() | Done() | Revoke():
+            case tx.Ready() | tx.Stop() | tx.ReceiverLost() | Grant() | Done() | Revoke():
                 self._to_sender(event)
             case _:
                 if isinstance(event, rx.Expect):
@@ -315,20 +334,27 @@ class Agent:
         """If it waits for its turn, behind pushes of other transfers or for a peer that does not answer: the engine's step waits for it."""
         push = self._one_sided_pushes.get(transfer_id)
         if push is not None and push.cancel():
-            del self._one_sided_pushes[transfer_id]
             self._handle(tx.PushWithdrawn(transfer_id))
+
+    def _give_up_pushes(self, transfer_ids: tuple[str, ...]) -> None:
+        """Of two-sided transports: a push cannot be ended but with its channel, nor before those that are queued in front of it."""
+        pushes = (self._pushes.get(transfer_id) for transfer_id in transfer_ids)
+        receivers = {push.receiver.worker_id: push.receiver for push in pushes if push is not None and push.number is not None}
+        for peer in receivers.values():
+            logger.warning("the engine's step has waited for a push to worker %s, which is given up with its channel", peer.worker_id)
+            self._end_channels(peer)
 
     def _lose(self, worker_id: str, transfer_ids: frozenset[str]) -> None:
         receiving, sending = self._receiver.transfers_from(worker_id), self._sender.transfers_to(worker_id)
+        pushes = {name: push for name, push in self._pushes.items() if push.receiver.worker_id == worker_id}
         known = [self._control.peer(worker_id), self._peers.get(worker_id)]
         known += [self._receiver.transfers[name].sender for name in receiving]
         known += [self._sender.transfers[name].receiver for name in sending]
+        known += [push.receiver for push in pushes.values()]
         peer = next((peer for peer in known if peer is not None), None)
-        if peer is not None and (transfer_ids.issuperset([*receiving, *sending]) or self._holds_a_channel(transfer_ids)):
-            # What its channels wait for fails now, that of others, too. Not in this thread: the end of a channel is told in a store of
-            # the peer's.
-            self._losses[worker_id] += 1
-            self._on_lane("drop", peer, lambda: self._drop_two_sided(peer))
+        holding = {*pushes, *(name for name in receiving if self._receiver.transfers[name].receiving)}
+        if peer is not None and (transfer_ids.issuperset([*receiving, *sending, *pushes]) or not transfer_ids.isdisjoint(holding)):
+            self._end_channels(peer)
         for name in transfer_ids.intersection(receiving):
             self._handle(rx.SenderLost(name))
         for name in transfer_ids.intersection(sending):
@@ -336,10 +362,13 @@ class Agent:
         if peer is not None:
             self._ask_about(peer)
 
-    def _holds_a_channel(self, transfer_ids: frozenset[str]) -> bool:
-        """Whether a push or a receive of one of these is under way, or queued."""
-        receiving = (self._receiver.transfers[name].receiving for name in transfer_ids & self._receiver.transfers.keys())
-        return any(receiving) or any(map(self._sender.is_in_flight, transfer_ids))
+    def _end_channels(self, peer: WorkerEndpoint) -> None:
+        """What waits for the two-sided channels with this peer fails now, and what is queued for them, whosever transfer it is.
+
+        Not in this thread: the end of a channel is told in a store of the peer's.
+        """
+        self._losses[peer.worker_id] += 1
+        self._on_lane("drop", peer, lambda: self._drop_two_sided(peer))
 
     def _ask_about(self, peer: WorkerEndpoint) -> None:
         """Asks its machine whether the process of this peer has ended, or the connection to it only."""
@@ -389,6 +418,7 @@ class Agent:
                 self._control.send(peer, message)
             case tx.Push(receiver=peer):
                 losses = self._losses[peer.worker_id]
+                self._pushes[instruction.transfer_id] = instruction
                 queued = self._on_lane("push", peer, lambda: self._push(instruction, losses))
                 if instruction.number is None:  # of the others the receiver has been told, and waits for them
                     self._one_sided_pushes[instruction.transfer_id] = queued
