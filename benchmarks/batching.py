@@ -26,14 +26,16 @@ from typing import Any
 from benchmarks import prediction
 from benchmarks.checkout import commit
 from benchmarks.disturbance import disturb
+from benchmarks.endings import ending
 from benchmarks.goals import OURS, STOCK, best_chunk, line, print_compared
 from benchmarks.load_search import best_rate, next_rate
-from benchmarks.parsers import parser_of
+from benchmarks.parsers import parser_of, words
 from benchmarks.runs import Run, Trace, read, replay
 from benchmarks.servers import Servers, System, running
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
-from dynaserve.errors import ConfigError, DynaServeError
+from dynaserve.errors import ConfigError
+from dynaserve.files import check_replaceable
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
 from dynaserve.step_report import read_log
@@ -188,18 +190,18 @@ def run(bench: Bench, provenance: Mapping[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Ends with exit status 1 if something could not be measured, 2 for bad options, 130 when interrupted."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    bench = _bench(args)
+    bench, known = _bench(args), args.output / "settings.json"
     try:
         bench.check()
+        check_replaceable(known)
     except ConfigError as error:
         parser.error(str(error))
-    args.output.mkdir(parents=True, exist_ok=True)
     provenance = {"commit": commit(), "machine": machine(), "dtype": fast_dtype()}
     chosen = {name: getattr(args, name) for name in ("point", "curve", "tbt_slo_ms", "vllm_args")}
     settings = json.dumps({**provenance, **chosen, "traces": str(args.traces)})
-    known = args.output / "settings.json"
     if known.exists() and known.read_text() != settings:
         parser.error(f"{args.output} holds runs of other options, another commit or machine, {known.read_text()}: take another --output")
     known.write_text(settings)
@@ -207,11 +209,8 @@ def main(arguments: Sequence[str]) -> None:
         f"command: {shlex.join(['python', '-m', 'benchmarks.batching', *arguments])}\n{json.dumps(provenance)}",
         flush=True,
     )
-    try:
+    with ending("bench-batching"):
         run(bench, provenance)
-    except DynaServeError as error:
-        print(f"bench-batching: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
 
 
 def _bench(args: argparse.Namespace) -> Bench:
@@ -222,25 +221,26 @@ def _bench(args: argparse.Namespace) -> Bench:
         point=_with(args.traces, args.point),
         curve=_with(args.traces, args.curve),
         tbt_slo_ms=args.tbt_slo_ms,
-        common=("--served-model-name", "model", *shlex.split(args.vllm_args)),
+        common=("--served-model-name", "model", *args.vllm_args),
         folder=args.output,
     )
 
 
-def _with(traces: Path | None, arguments: str) -> tuple[str, ...]:
-    return (*shlex.split(arguments), *(() if traces is None else ("--traces", str(traces))))
+def _with(traces: Path | None, arguments: Sequence[str]) -> tuple[str, ...]:
+    return (*arguments, *(() if traces is None else ("--traces", str(traces))))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("batching", __doc__.partition("\n")[0], "--quick --traces DIR --output build/bench-batching")
     parser.add_argument("--quick", action="store_true", help="some twelve minutes: the load point once, no fixed chunks, no curve")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files that --point and --curve name")
-    parser.add_argument("--point", default=POINT, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
+    parser.add_argument("--point", type=words, default=POINT, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
     parser.add_argument("--point-rate", type=positive, metavar="R", help="of --point, in requests per second (default: searched)")
     parser.add_argument("--repetitions", type=whole(1), metavar="N", help="of the load point (default: 3; --quick: 1)")
-    parser.add_argument("--curve", default=CURVE, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
+    parser.add_argument("--curve", type=words, default=CURVE, metavar="ARGS", help="of dynaserve bench replay (default: %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
-    parser.add_argument("--vllm-args", default="--max-num-seqs 64", metavar="ARGS", help="of all servers (default: %(default)s)")
+    of_all = "of all servers (default: %(default)s)"
+    parser.add_argument("--vllm-args", type=words, default="--max-num-seqs 64", metavar="ARGS", help=of_all)
     parser.add_argument("--output", type=Path, default=Path("build/bench-batching"), metavar="DIR", help="raw data (default: %(default)s)")
     return parser
 

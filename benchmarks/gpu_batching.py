@@ -19,16 +19,20 @@ from pathlib import Path
 import httpx
 
 from benchmarks.checkout import commit
+from benchmarks.endings import ending
 from benchmarks.goals import OURS, line
-from benchmarks.parsers import parser_of
+from benchmarks.parsers import parser_of, words
 from benchmarks.runs import Trace, replay
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
-from dynaserve.errors import DynaServeError
+from dynaserve.errors import ConfigError, DynaServeError
+from dynaserve.files import check_replaceable
 from dynaserve.local.children import Child, start_child, stop_children
 from dynaserve.local.fleet import HOST, free_ports
 
 START_TIMEOUT_S = 600.0
+STEPS = "steps.csv"
+"""Of the instance with SLO-aware batches."""
 
 
 class NotHealthy(DynaServeError):
@@ -36,24 +40,25 @@ class NotHealthy(DynaServeError):
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Ends with exit status 1 if something could not be measured, 2 for bad options, 130 when interrupted."""
     parser = _parser()
     own, for_vllm = _split(arguments)
     args = parser.parse_args(own)
     trace = Trace((*args.trace, "--drawn"), args.seed, args.duration_s, args.tbt_slo_ms)
     try:
         trace.check()
-        args.output.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["python", "-m", "benchmarks.gpu_batching", *arguments])
-        print(f"command: {command}\nmachine: {json.dumps(machine())}; commit {commit()}", flush=True)
+        check_replaceable(args.output / STEPS)
+    except ConfigError as error:
+        parser.error(str(error))
+    command = shlex.join(["python", "-m", "benchmarks.gpu_batching", *arguments])
+    print(f"command: {command}\nmachine: {json.dumps(machine())}; commit {commit()}", flush=True)
+    with ending("gpu_batching"):
         run(args, trace, for_vllm)
-    except DynaServeError as error:
-        print(f"gpu_batching: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
 
 
 def run(args: argparse.Namespace, trace: Trace, for_vllm: Sequence[str]) -> None:
     """Raises DynaServeError."""
-    log = args.output / "steps.csv"
+    log = args.output / STEPS
     log.unlink(missing_ok=True)
     slo = ("--dynaserve-batching", "slo", "--tbt-slo-ms", f"{args.tbt_slo_ms:g}", "--dynaserve-step-log", str(log.absolute()))
     systems: dict[str, tuple[str, ...]] = {f"chunk {tokens}": ("--max-num-batched-tokens", str(tokens)) for tokens in args.chunks}
@@ -104,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", type=positive, nargs="+", default=[8.0], metavar="R", help="requests per second (default: 8)")
     parser.add_argument(
         "--trace",
-        type=shlex.split,
+        type=words,
         default="--workload sample",
         metavar="ARGS",
         help="as for dynaserve bench replay (default: %(default)s)",

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.parsers import parser_of
+from benchmarks.parsers import parser_of, words
 from dynaserve.bench.options import whole
 from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
@@ -252,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     loads.add_argument("--busy", action="store_true", help="only beside other streams")
     parser.add_argument("--transport", default="torch", metavar="NAME", help="(default: %(default)s)")
     both = 'of both instances, as "--dynaserve-batching slo"'
-    parser.add_argument("--vllm-args", type=shlex.split, default="", metavar="ARGS", help=both)
+    parser.add_argument("--vllm-args", type=words, default="", metavar="ARGS", help=both)
     return parser
 
 

@@ -21,14 +21,14 @@ from typing import Any
 from benchmarks.checkout import commit
 from benchmarks.compare.campaign import Campaign, SystemOf
 from benchmarks.compare.candidates import CANDIDATES, OURS, SLO_COLOCATED
-from benchmarks.parsers import add_layers, parser_of
+from benchmarks.parsers import add_layers, add_max_client_lag, parser_of
 from dynaserve.bench import client, compare, systems, trial
 from dynaserve.bench.capacity import trial_data
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
-from dynaserve.errors import ConfigError, DynaServeError
+from dynaserve.errors import ConfigError, DynaServeError, NotTrusted
 from dynaserve.files import only_writer, write_in_one_move
 from dynaserve.machine import fast_dtype
 
@@ -94,9 +94,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[int], system_of: SystemOf) -> Iterator[PairedRun]:
-    """One run of each system for each workload, seed by seed. Raises DynaServeError."""
+    """One run of each system for each workload, seed by seed. Runs that cannot be trusted are told, and left out.
+
+    Raises NotTrusted after the last one if there were such, and DynaServeError at once for anything else.
+    """
     client.allow_many_connections()
     tbt_slo_ms = campaign.tbt_slos_ms[0]
+    left_out: list[str] = []
     with ExitStack() as stack:
         serving = {
             name: stack.enter_context(systems.running(system_of(name, tbt_slo_ms, campaign.output / "logs"))) for name in campaign.systems
@@ -105,9 +109,16 @@ def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[in
             for workload, rate_per_s in rates_per_s.items():
                 for name in compare.in_order(campaign.systems, seed):
                     opts = replace(campaign.replay(workload, tbt_slo_ms), urls=serving[name].urls)
-                    run = trial.run(opts, rate_per_s, seed, front_pids=serving[name].front_pids)
+                    try:
+                        run = trial.run(opts, rate_per_s, seed, front_pids=serving[name].front_pids)
+                    except NotTrusted as error:
+                        left_out.append(f"{workload}, seed {seed}: {name}")
+                        print(f"bench-pairs: {left_out[-1]}: not measured: {error}", file=sys.stderr, flush=True)
+                        continue
                     serving[name].check()
                     yield PairedRun(workload, name, run)
+    if left_out:
+        raise NotTrusted(f"not measured: {'; '.join(left_out)}")
 
 
 def markdown(names: Sequence[str], found: Sequence[PairedRun]) -> str:
@@ -203,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     add_layers(parser)
     parser.add_argument("--scale", type=positive, default=0.25, metavar="X", help=f"lengths times X {DEFAULT}")
     parser.add_argument("--duration-s", type=positive, default=60.0, metavar="T", help=f"of each run {DEFAULT}")
-    parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help=f"at P99 {DEFAULT}")
+    add_max_client_lag(parser)
     parser.add_argument("--output", type=Path, default=Path("build/bench-pairs"), metavar="DIR", help=DEFAULT)
     return parser
 

@@ -27,14 +27,16 @@ from typing import Any
 
 import httpx
 
+from benchmarks.endings import ending
 from benchmarks.fidelity import MOST_RUNNING, MOST_STEP_TOKENS, kv_tokens, sigma_of
 from benchmarks.hindsight import Shape, Times, by_chance, with_all_known
 from benchmarks.parsers import parser_of
 from dynaserve.bench.growth import growth
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
-from dynaserve.errors import DynaServeError
+from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.files import check_replaceable, write_in_one_move
 from dynaserve.global_scheduler import Options, Policy
 from dynaserve.latency_profile import load
 from dynaserve.local.fleet import INDEX, LocalFleet
@@ -163,13 +165,17 @@ def steadiness(ended: Sequence[Ended]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    args = _parser().parse_args(arguments)
-    print(f"machine: {json.dumps(machine())}; seed {args.seed}; {fast_dtype()}", flush=True)
+    """Ends with exit status 1 if something could not be measured, 2 for bad options, 130 when interrupted."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
     try:
+        for arrivals in ARRIVALS if args.output is not None else ():
+            check_replaceable(_records_of(args.output, arrivals))
+    except ConfigError as error:
+        parser.error(str(error))
+    print(f"machine: {json.dumps(machine())}; seed {args.seed}; {fast_dtype()}", flush=True)
+    with ending("bench-predictor"):
         run(args)
-    except DynaServeError as error:
-        print(f"bench-predictor: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
 
 
 def run(args: argparse.Namespace) -> None:
@@ -198,8 +204,7 @@ def compare(learnt: Path, folder: Path, rate_per_s: float, arrivals: str, args: 
         # Of two that are sent at nearly the same time, the second may arrive first.
         records = sorted((_record(fleet, request_id) for request_id in ids), key=lambda record: float(record["arrived_s"]))
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / f"{arrivals}.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
+        write_in_one_move(_records_of(args.output, arrivals), json.dumps(records, indent=1).encode())
     ended = [read(record) for record in records]
     report(ended)
     logs = [folder / f"steps-{index}.csv" for index in range(INSTANCES)]
@@ -209,6 +214,10 @@ def compare(learnt: Path, folder: Path, rate_per_s: float, arrivals: str, args: 
     )
     report_hindsight(ended, with_all_known(records, table, limits))
     report_chance(records, table, limits, sigma, rate_per_s, arrivals, args.seed)
+
+
+def _records_of(folder: Path, arrivals: str) -> Path:
+    return folder / f"{arrivals}.json"
 
 
 def step_limit_ms(logs: Sequence[Path]) -> float:

@@ -364,6 +364,7 @@ def test_a_search_begins_where_the_last_one_ended() -> None:
         (("--requests", "1", "--arrivals", "trace"), "--arrivals trace: requests are drawn"),
         (("--requests", "1", "--least-rate", "11"), "--rate 10 is not between --least-rate 11"),
         (("--requests", "1", "--repetitions", "0"), "'0' is not a whole number of at least 1"),
+        (("--requests", "1", "--scale", "1e308"), "tokens, which times 1e+308 is more than 1099511627776"),
     ],
 )
 def test_bad_options_are_refused(server: CompletionServer, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], named: str) -> None:

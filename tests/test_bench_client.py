@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from dynaserve.bench import client, replay
+from dynaserve.bench.options import whole
 from dynaserve.bench.records import RequestRecord
 from dynaserve.local.fleet import free_ports
 from tests.completion_server import Act, CompletionServer, running_server
@@ -328,6 +330,12 @@ def test_lengths_are_scaled_and_limited(bench: Bench) -> None:
         (["--arrivals", "gamma:0"], "arrivals 'gamma:0': 0 is not between 0.001 and 1000"),
         (["--arrivals", "trace"], "no arrival times of its own"),
         (["--vocabulary", "5:5"], "'5:5' is not LOW:HIGH"),
+        (["--vocabulary", f"0:{'9' * 20}"], f"'0:{'9' * 20}' is not LOW:HIGH with LOW < HIGH, at most 9223372036854775807"),
+        (["--seed", "18446744073709551616"], "argument --seed: '18446744073709551616' is more than 18446744073709551615"),
+        (["--prompt-seed", "18446744073709551616"], "is more than 18446744073709551615"),
+        (["--warmup", "9223372036854775808"], "argument --warmup: '9223372036854775808' is more than 9223372036854775807"),
+        (["--workload", f"fixed:{'9' * 20},1"], f"{'9' * 20} tokens are more than 1099511627776"),
+        (["--scale", "1e308"], "workload fixed:20,5 has a length of 20 tokens, which times 1e+308 is more than 1099511627776"),
         (["--extra-body", "[]"], "'[]' is not a JSON object"),
         (["--extra-body", "{"], "is not JSON"),
         (["--url", "ftp://a"], "'ftp://a' is not a URL"),
@@ -341,6 +349,12 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_is_sent(bench: Ben
     assert named in run.stderr
     assert len(run.stderr.splitlines()) == 1
     assert bench.server.bodies == []
+
+
+def test_a_number_of_a_million_digits_is_refused_without_all_of_them() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^'9{40}\.\.\.' is more than 7$"):
+        whole(1, 7)("9" * 1_000_000)
+    assert whole(1, 7)("0" * 1_000_000 + "7") == 7
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bench"], ["bench", "--help"], ["bench", "replay", "--help"], ["bench", "nosuch"]])

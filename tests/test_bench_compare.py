@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from dynaserve.bench import compare, systems, trial
-from dynaserve.bench.measures import Slo
+from dynaserve.bench import compare, compare_plots, compare_report, systems, trial
+from dynaserve.bench.capacity import Repetition
+from dynaserve.bench.comparison import Comparison, Turn
+from dynaserve.bench.course import PARTS, Course
+from dynaserve.bench.measures import Slo, summarize
 from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.systems import CutCounts, Running, System
+from dynaserve.bench.trial import Trial
 from dynaserve.errors import ConfigError, NotTrusted
 from dynaserve.local.fleet import free_ports
-from tests.completion_server import Act, running_server
+from tests.completion_server import Act, CompletionServer, running_server
+from tests.test_bench_measures import RECORD, SLO
 
 _NAMED = '[[system]]\nname = "a"\nurl = "http://x"\n'
 _COUNTED = [("yes", "ratio", "3.0"), ("yes", "split", "4.0"), ("no", "policy", "5.0")]
@@ -147,6 +155,7 @@ def test_the_faster_of_two_servers_is_told_by_a_report(tmp_path: Path, capsys: p
     assert len(results["systems"]["fast"]["rates_per_s"]) == 2
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 4
+    assert "TBT and timeline: each system at" in page
     assert "src=http" not in page
     for name in ("capacity", "goodput", "tbt", "timeline"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -186,8 +195,11 @@ def test_systems_that_python_starts_are_saturated_and_searched_in_turns(tmp_path
     assert first["front_cores"] is None
     assert fast["best"]["front_cores"] > 0
     assert fast["best"] in [trial for turn in fast["turns"] for trial in turn["repetition"]["trials"]]
+    for turn in (*slow["turns"], *fast["turns"]):
+        course, passed_per_s = turn["course"], turn["repetition"]["passed_per_s"]
+        assert passed_per_s == (course and course["rate_per_s"])
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 4
 
 
 def test_nothing_more_is_sent_once_the_slo_cannot_be_kept(tmp_path: Path) -> None:
@@ -308,4 +320,87 @@ def test_a_last_run_that_fails_leaves_the_report_of_all_searches(tmp_path: Path)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["complete"]
     assert results["systems"]["b"]["capacity_per_s"] == 16.0
-    assert (tmp_path / "out" / "report.html").exists()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "TBT and timeline: of each system its sustained run at the highest rate" in page
+
+
+def test_a_course_has_the_gaps_and_the_tokens_in_time_of_a_run() -> None:
+    course = Course.of(2.0, [RECORD], SLO)
+    middle = len(course.gap_quantiles_ms) // 2
+    assert [course.gap_quantiles_ms[place] for place in (0, middle, -1)] == pytest.approx([0.0, 50.0, 200.0])
+    assert (course.rate_per_s, course.ended_s, len(course.goodput_tokens_per_s)) == (2.0, RECORD.ended_s, PARTS)
+    part_s = RECORD.ended_s / PARTS
+    in_time = {int(at_s / part_s): pytest.approx(1 / part_s, abs=1e-3) for at_s in (1.502, 1.552, 1.752)}  # the third one came after 200 ms
+    assert {place: goodput for place, goodput in enumerate(course.goodput_tokens_per_s) if goodput} == in_time
+    of_two = sum(Course.of(2.0, [RECORD], Slo(SLO.tbt_ms, ttft_ms=499.0)).goodput_tokens_per_s)
+    assert of_two == pytest.approx(2 / part_s, abs=1e-2), "the first one is late, too"
+
+
+def test_a_run_without_gaps_has_a_course() -> None:
+    silent = Course.of(2.0, [replace(RECORD, token_times_s=())], SLO)
+    assert silent.gap_quantiles_ms == []
+    assert set(silent.goodput_tokens_per_s) == {0.0}
+
+
+def turn(rate_per_s: float, *, keeps_course: bool = True, seed: int = 1) -> Turn:
+    """Of one run, which was sustained."""
+    run = Trial(rate_per_s, seed, "model", summarize([RECORD], [], SLO), None)
+    return Turn(Repetition(seed, rate_per_s, None, [run]), None, Course.of(rate_per_s, [RECORD], SLO) if keeps_course else None)
+
+
+def test_the_pictures_of_runs_show_the_highest_rate_that_is_kept_and_name_it() -> None:
+    turns = {"old": [turn(9.0, keeps_course=False)], "new": [turn(2.0), turn(3.5, seed=2), turn(4.0, keeps_course=False, seed=3)]}
+    courses = Comparison("sample", SLO, turns, {}, {}).courses
+    assert {system: course.rate_per_s for system, course in courses.items()} == {"new": 3.5}
+    assert compare_plots.label("new", courses["new"]) == "new, 3.5 requests/s"
+
+
+def test_runs_side_by_side_are_shown_only_if_every_system_had_its_own() -> None:
+    turns = {"a": [turn(2.0)], "b": [turn(3.0)]}
+    at_one_rate = {name: Trial(1.0, 1, "model", summarize([RECORD], [], SLO), None, [RECORD]) for name in turns}
+    for runs, rates in ((at_one_rate, {"a": 1.0, "b": 1.0}), ({"a": at_one_rate["a"]}, {"a": 2.0, "b": 3.0})):
+        courses = Comparison("sample", SLO, turns, runs, {}).courses
+        assert {system: course.rate_per_s for system, course in courses.items()} == rates
+
+
+def test_a_report_of_turns_without_courses_says_which_pictures_it_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    turns = {name: [turn(2.0, keeps_course=False)] for name in ("a", "<b>")}
+    compare_report.write(tmp_path, Comparison("sample", SLO, turns, {}, {}), {"command": "a command", "machine": {}})
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "<p>TBT and timeline lack a, &lt;b&gt;: no sustained run is kept that has them.</p>" in page
+    assert "at the highest rate" not in page
+
+
+@contextmanager
+def held_up_once(server: CompletionServer, for_s: float) -> Iterator[None]:
+    """Once a request has come, the main thread, which is the client's, sleeps for so long."""
+    main_thread, is_over = threading.get_ident(), threading.Event()
+
+    def hold_up() -> None:
+        while not is_over.wait(0.005):
+            if server.prompts:
+                signal.pthread_kill(main_thread, signal.SIGUSR1)
+                return
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(for_s))
+    watcher = threading.Thread(target=hold_up)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_run_in_which_the_client_was_late_is_repeated_and_does_not_count(tmp_path: Path) -> None:
+    systems_named = ("--system", "a=http://x", "--system", "b=http://y")
+    options = compare.parse(arguments(tmp_path, *systems_named, "--requests", "2", "--max-client-lag-ms", "1000"))
+    with running_server() as server, held_up_once(server, 2.5):
+        server.act = Act(delay_s=0.1)  # The first request is under way for half a second: it is seen to come, and to be held up.
+        run = trial.run(replace(options.replay, urls=(server.url,), duration_s=None), 50.0, 1)
+    assert len(server.prompts) == 2 * 2
+    assert (run.summary.client_lag_p99_ms or 0.0) <= 1000.0

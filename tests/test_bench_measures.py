@@ -116,9 +116,11 @@ def test_lengths_that_the_server_counts_otherwise_are_named(change: dict[str, An
 def test_a_late_client_is_named_with_the_figures() -> None:
     on_time = summarize([FAST], [1.0], SLO)
     assert why_late(on_time, 10.0) is None
+    assert on_time.client_lag_p99_ms == 1.0
     late_sending = why_late(summarize([replace(FAST, sent_s=1.525)], [1.0], SLO), 10.0)
     assert late_sending is not None
     assert "sent requests 25.0 ms" in late_sending
+    assert summarize([replace(FAST, sent_s=1.525)], [1.0], SLO).client_lag_p99_ms == pytest.approx(25.0)
     late_reading = why_late(summarize([FAST], [30.0], SLO), 10.0)
     assert late_reading is not None
     assert "woke up 30.0 ms" in late_reading

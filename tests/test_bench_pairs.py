@@ -15,7 +15,8 @@ from benchmarks.compare.campaign import Campaign
 from benchmarks.pairs import PairedRun
 from dynaserve.bench.measures import Distribution, summarize
 from dynaserve.bench.systems import Running, System
-from dynaserve.bench.trial import Trial
+from dynaserve.bench.trial import ATTEMPTS, Trial
+from dynaserve.errors import NotTrusted
 from tests.completion_server import Act, running_server
 from tests.test_bench_measures import RECORD, SLO
 
@@ -32,9 +33,8 @@ def toy(name: str, _slo_ms: float, _logs: Path) -> System:
     return System(name, start=start)
 
 
-def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    campaign = Campaign(
+def campaign_of(output: Path, max_client_lag_ms: float = 60000.0) -> Campaign:
+    return Campaign(
         workloads=("fixed:20,5", "fixed:10,3"),
         systems=("stock", "dynamic"),
         tbt_slos_ms=(5000.0,),
@@ -47,9 +47,14 @@ def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
         resolution=1.0,
         most_runs=1,
         seed=1,
-        max_client_lag_ms=60000.0,
-        output=tmp_path,
+        max_client_lag_ms=max_client_lag_ms,
+        output=output,
     )
+
+
+def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    campaign = campaign_of(tmp_path)
     found = list(pairs.run(campaign, {"fixed:20,5": 20.0, "fixed:10,3": 10.0}, (1, 2), toy))
     assert [(one.workload, one.system, one.trial.seed) for one in found] == [
         ("fixed:20,5", "dynamic", 1),
@@ -70,6 +75,17 @@ def test_both_get_the_same_requests_in_turns(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "pairs.json").read_text())
     assert (written["command"], len(written["runs"])) == ("a command", 8)
     assert written["runs"][0]["summary"]["requests"] == found[0].trial.summary.requests
+
+
+def test_runs_of_a_late_client_are_left_out_and_named_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    found: list[PairedRun] = []
+    with pytest.raises(NotTrusted, match=r"^not measured: fixed:20,5, seed 1: dynamic; fixed:20,5, seed 1: stock$"):
+        found.extend(pairs.run(campaign_of(tmp_path, max_client_lag_ms=1e-6), {"fixed:20,5": 20.0}, (1,), toy))
+    assert found == []
+    told = capsys.readouterr().err
+    for name in ("dynamic", "stock"):
+        assert f"bench-pairs: fixed:20,5, seed 1: {name}: not measured: {ATTEMPTS} times in a row at 20 requests/s the client" in told
 
 
 def paired(system: str, seed: int, ttft_ms: float, late: float) -> PairedRun:

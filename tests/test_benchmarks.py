@@ -15,14 +15,14 @@ from typing import NoReturn
 import httpx
 import pytest
 
-from benchmarks import batching, handoff, overload, placement, prediction
+from benchmarks import batching, fidelity, handoff, overload, placement, prediction
 from benchmarks.fidelity import Figures, hand_off_ms_of, rows
 from benchmarks.goals import OURS, STOCK, best_chunk, median_of, misses, print_compared
 from benchmarks.load_search import best_rate, next_rate
 from benchmarks.runs import Run
 from benchmarks.servers import Servers
 from dynaserve.bench import trial
-from dynaserve.errors import NotTrusted
+from dynaserve.errors import DynaServeError, NotTrusted
 from dynaserve.local.fleet import FleetFailed, LocalFleet
 from dynaserve.messages import MeasuredStep
 from dynaserve.step_report import StepLog, StepReport
@@ -165,6 +165,23 @@ def test_a_hand_over_is_timed_without_the_steps_around_it() -> None:
     assert hand_off_ms_of([uncut], 2.5) is None
 
 
+def test_a_replay_of_a_late_client_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = tmp_path / "raw.json"
+    with running_server() as server:
+        chosen = ["replay", "--url", server.url, "--workload", "fixed:20,5", "--rate", "50", "--requests", "2", "--output", str(raw)]
+        with pytest.raises(DynaServeError, match=r"(?s)exit status 3: .*the client itself was late"):
+            fidelity._bench([*chosen, "--max-client-lag-ms", "0.000001"], raw, attempts=2)
+        assert len(server.prompts) == 2 * 2
+        assert capsys.readouterr().err.count("tried again: ") == 1
+        assert fidelity._bench([*chosen, "--max-client-lag-ms", "60000"], raw, attempts=2)["not_trusted_because"] is None
+        assert len(server.prompts) == 3 * 2
+
+
+QUOTE = "'"
+NO_END = f"{QUOTE!r} cannot be split into words: No closing quotation"
+"""Of a quote that stays open."""
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -177,8 +194,10 @@ def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) 
     ("name", "option", "value", "named"),
     [
         ("batching", "--point-rate", "0", "'0' is not a number above 0"),
+        *[("batching", option, QUOTE, NO_END) for option in ("--point", "--curve", "--vllm-args")],
         ("decide", "--steps", "0", "'0' is not a whole number of at least 1"),
         ("fidelity", "--duration-s", "nan", "'nan' is not a number above 0"),
+        ("fidelity", "--trace", QUOTE, NO_END),
         ("placement", "--decisions", "0", "'0' is not a whole number of at least 1"),
         ("placement", "--gap-fleets", "0", "'0' is not a whole number of at least 1"),
         ("predictor", "--rate", "0", "'0' is not a number above 0"),
@@ -188,8 +207,9 @@ def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) 
         ("frontend", "--turns", "0", "'0' is not a whole number of at least 1"),
         ("frontend", "--streams", "0", "'0' is not a whole number of at least 1"),
         ("gpu_batching", "--rates", "0", "'0' is not a number above 0"),
+        ("gpu_batching", "--trace", QUOTE, NO_END),
         ("handoff", "--requests", "0", "'0' is not a whole number of at least 1"),
-        ("handoff", "--vllm-args", "'", "invalid split value"),
+        ("handoff", "--vllm-args", QUOTE, NO_END),
         ("idle", "--requests", "0", "'0' is not a whole number of at least 2"),
         ("idle", "--duration-s", "0", "'0' is not a number above 0"),
         ("kv_copies", "--blocks", "1", "'1' is not a whole number of at least 2"),
@@ -198,6 +218,7 @@ def test_the_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) 
         ("overload", "--times", "0", "'0' is not a number above 0"),
         ("ttft", "--rate", "0", "'0' is not a number above 0"),
         ("ttft", "--seed", "-1", "'-1' is not a whole number of at least 0"),
+        ("ttft", "--seed", "9" * 20, f"'{'9' * 20}' is more than 9223372036854775807"),
     ],
 )
 def test_numbers_that_measure_nothing_are_refused(
@@ -223,6 +244,10 @@ def test_numbers_that_measure_nothing_are_refused(
         ),
         ("ttft", "--rate 1000 --duration-s 1000", "workload sample ends after "),
         ("ttft", "--step-log not-there.csv", "No such file or directory: 'not-there.csv'"),
+        ("fidelity", "--trace=--workload=nosuch", "no workload 'nosuch'"),
+        ("fidelity", "--trace=--drawn", "the following arguments are required: --workload"),
+        ("fidelity", "--quick --trace=--workload=sample --rate 50", "workload sample ends after "),
+        ("gpu_batching", "folder --trace=--workload=nosuch", "no workload 'nosuch'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +293,58 @@ def test_a_failed_start_ends_in_one_sentence(
         command(name, *options)
     assert end.value.code == 1
     assert capsys.readouterr().err == f"bench-{name}: instance-0 ended with status 1\n"
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("name", "options"), [("fidelity", ()), ("predictor", ()), ("batching", ("--quick", "--point", "--workload sample --arrivals trace"))]
+)
+def test_an_interrupted_benchmark_says_so_in_one_line(
+    name: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(_: LocalFleet, __: int) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalFleet, "start_instance", start)
+    with pytest.raises(SystemExit) as end:
+        command(name, *options, "--output", str(tmp_path / "out"))
+    assert end.value.code == 130
+    assert capsys.readouterr().err == f"bench-{name}: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fidelity", ()),
+        ("predictor", ()),
+        ("batching", ("--quick", "--point", "--workload sample --arrivals trace")),
+        ("gpu_batching", ("folder",)),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(
+    name: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(SystemExit) as end:
+        command(name, *options, "--output", str(tmp_path / "out"))
+    assert end.value.code == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "a file"
+
+
+def test_what_the_simulator_or_a_search_would_refuse_is_refused_before_engines_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for trace, told in (
+        ("--workload sample --arrivals trace", "--arrivals trace: requests are drawn at random"),
+        ("--workload sample --warmup 3", "unrecognized arguments: --warmup 3"),
+        ("--workload sample --instances 3", "unrecognized arguments: --instances 3"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            command("fidelity", "--trace", trace, "--output", str(tmp_path / "out"))
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("models")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import pairs
 from benchmarks.checkout import commit
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import candidates, table
@@ -19,6 +20,7 @@ from benchmarks.compare.aims import judged
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import CANDIDATES, Site
 from benchmarks.compare.outcome import Compared, Outcome
+from dynaserve.bench import trial
 from dynaserve.bench.systems import Running, System
 from dynaserve.errors import ConfigError
 from dynaserve.files import only_writer
@@ -26,11 +28,13 @@ from dynaserve.local.fleet import FleetFailed, LocalFleet, health_in
 from tests.completion_server import Act, running_server
 
 
-def outcome(*rates: float | None, saturation: float = 10.0, front_cores: float | None = None) -> Outcome:
+def outcome(
+    *rates: float | None, saturation: float = 10.0, front_cores: float | None = None, client_lag_p99_ms: float | None = 4.0
+) -> Outcome:
     """Its capacity is the middle one of the rates."""
     capacity = sorted(rate or 0.0 for rate in rates)[len(rates) // 2] or None
     goodput, ttft_ms = (50.0, 1500.0) if capacity else (None, None)
-    return Outcome(rates, capacity, saturation, goodput, ttft_ms, front_cores, cut_share=None)
+    return Outcome(rates, capacity, saturation, goodput, ttft_ms, front_cores, None, client_lag_p99_ms)
 
 
 def compared(workload: str = "azure-code", tbt_slo_ms: float = 100.0, **systems: Outcome) -> Compared:
@@ -45,7 +49,7 @@ def test_a_system_below_a_tenth_of_its_saturation_is_not_servable_and_left_out_o
         compared("hybrid", stock=outcome(None), slo_colocated=outcome(2.0), dynamic=outcome(1.0)),
     ]
     lines = table.markdown(found).splitlines()
-    assert "| stock | not servable, 10 at once | 1 / 50 / 1.5 | not servable, 10 at once |" in lines
+    assert "| stock | not servable, 10 at once | 1 / 50 / 1.5 | not servable, 10 at once | 4.0 |" in lines
     assert "| stock's default chunk | - | 4.00 | - | 4.00 |" in lines
     assert "| SLO-aware colocation | 1.50 | 2.00 | 0.50 | 1.14 |" in lines
     assert table.data(found)["mean_over"]["stock's default chunk"] == pytest.approx(4.0)
@@ -54,10 +58,24 @@ def test_a_system_below_a_tenth_of_its_saturation_is_not_servable_and_left_out_o
 def test_the_best_of_several_baselines_is_named() -> None:
     one = compared(stock_256=outcome(2.0), stock_384=outcome(2.5), disaggregated=outcome(1.0), dynamic=outcome(3.0, front_cores=0.25))
     lines = table.markdown([one]).splitlines()
-    assert "| dynamic | 3 / 50 / 1.5 / 0.25 |" in lines
+    assert "| dynamic | 3 / 50 / 1.5 / 0.25 | 4.0 |" in lines
     assert "| the best of chunks 64, 128, 256, 512, 1024 and disaggregation | 1.50 (stock-256) | 1.50 |" in lines
     assert "| the best of all baselines | 1.20 (stock-384) | 1.20 |" in lines
     assert "| SLO-aware colocation | - | - |" in lines
+
+
+def test_the_table_tells_how_late_the_client_was_with_each_system() -> None:
+    found = [
+        compared("azure-code", stock=outcome(1.0, client_lag_p99_ms=2.5), dynamic=outcome(2.0, client_lag_p99_ms=None)),
+        compared("azure-conv", stock=outcome(1.0, client_lag_p99_ms=5.8), dynamic=outcome(2.0, client_lag_p99_ms=None)),
+    ]
+    lines = table.markdown(found).splitlines()
+    assert lines[0].endswith("; client lag: the greatest P99 of the runs that count, in ms")
+    assert "|  | azure-code | azure-conv | client lag |" in lines
+    assert "| stock | 1 / 50 / 1.5 | 1 / 50 / 1.5 | 5.8 |" in lines
+    assert "| dynamic | 2 / 50 / 1.5 | 2 / 50 / 1.5 | - |" in lines
+    systems = table.data(found)["workloads"]["azure-conv"]["systems"]
+    assert [systems[name]["client_lag_p99_ms"] for name in ("stock", "dynamic")] == [5.8, None]
 
 
 def test_a_ratio_has_an_interval_over_the_repetitions_unless_one_found_no_rate() -> None:
@@ -178,6 +196,13 @@ def test_a_campaign_goes_on_where_it_stopped_and_ends_in_a_table(campaign: Campa
     assert over["baseline"] == "stock"
     assert over["ratio"]["value"] > 0
 
+    measured = json.loads((campaign.folder("fixed:20,5", 6000.0) / "results.json").read_text())["systems"]
+    for name, system in loose["workloads"]["fixed:20,5"]["systems"].items():
+        runs = [run for turn in measured[name]["turns"] for run in turn["repetition"]["trials"]]
+        summaries = [summary for run in runs for summary in (run["summary"], *run["others"])]
+        lags_ms = [summary[lag]["p99"] for summary in summaries for lag in ("send_lag_ms", "loop_lag_ms") if summary[lag]]
+        assert system["client_lag_p99_ms"] == max(lags_ms) > 0
+
 
 def stopped_before_ours(campaign: Campaign) -> tuple[Campaign, Toys]:
     """One comparison, of which there is the turn of stock only; nothing is broken any more."""
@@ -203,6 +228,68 @@ def test_a_comparison_that_was_stopped_goes_on_with_the_turns_that_it_lacks(camp
     assert results["systems"]["stock"]["turns"] == stopped["systems"]["stock"]["turns"]
     assert results["systems"]["stock"]["saturation_per_s"] == stopped["systems"]["stock"]["saturation_per_s"]
     assert results["systems"]["dynamic"]["capacity_per_s"] > 0
+
+
+def headings(page: str) -> list[str]:
+    """Of its pictures."""
+    return re.findall(r"<h2>(\w+)</h2><img ", page)
+
+
+ALL_PICTURES = ["capacity", "goodput", "tbt", "timeline"]
+
+
+def test_a_report_has_all_pictures_without_a_start_for_them(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign, toys = replace(campaign, tbt_slos_ms=(6000.0,)), Toys()
+    campaign.run(toys.system, PROVENANCE)
+    assert toys.started == [("stock", 6000.0), ("dynamic", 6000.0)]
+    folder = campaign.folder("fixed:20,5", 6000.0)
+    page = (folder / "report.html").read_text()
+    assert headings(page) == ALL_PICTURES
+    assert sorted(path.name for path in folder.glob("*.png")) == [f"{name}.png" for name in ALL_PICTURES]
+    assert "TBT and timeline: of each system its sustained run at the highest rate" in page
+    assert "TBT and timeline lack" not in page
+
+
+def test_turns_of_a_version_that_kept_no_courses_are_left_out_of_two_pictures(campaign: Campaign) -> None:
+    campaign, toys = stopped_before_ours(campaign)
+    folder = campaign.folder("fixed:20,5", 6000.0)
+    results = json.loads((folder / "results.json").read_text())
+    (turn,) = results["systems"]["stock"]["turns"]
+    assert turn.pop("course")["rate_per_s"] == turn["repetition"]["passed_per_s"]
+    (folder / "results.json").write_text(json.dumps(results))
+
+    campaign.check(MACHINE)
+    campaign.run(toys.system, PROVENANCE)
+    assert toys.started == [("dynamic", 6000.0)]
+    page = (folder / "report.html").read_text()
+    assert headings(page) == ALL_PICTURES
+    assert "<p>TBT and timeline lack stock: no sustained run is kept that has them.</p>" in page
+    assert campaign.found()[1] == []
+
+
+def test_a_client_that_is_always_late_costs_turns_and_not_the_campaign(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    toys, late = Toys(), replace(campaign, tbt_slos_ms=(6000.0,), max_client_lag_ms=1e-6)
+    late.run(toys.system, PROVENANCE)
+    assert toys.started == [("stock", 6000.0), ("dynamic", 6000.0)]
+    told = capsys.readouterr().err
+    for name in late.systems:
+        assert f"bench-compare: {name}, fixed:20,5, 6000 ms: not measured: {trial.ATTEMPTS} times in a row at " in told
+    assert told.count("the client itself was late") == 2
+    assert late.found() == ([], ["fixed:20,5 at 6000 ms"])
+
+    replace(late, max_client_lag_ms=60000.0).run(toys.system, PROVENANCE)
+    (results,) = campaign.output.glob("*/results.json")
+    assert json.loads(results.read_text())["complete"]
+
+
+@pytest.mark.parametrize("main", [command.main, pairs.main])
+def test_a_client_may_be_late_by_a_quarter_of_the_usual_slo(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "repeated, up to 3 in all, and then not measured (default: 25.0)" in told
 
 
 def test_systems_that_are_up_together_have_their_runs_in_turns(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:

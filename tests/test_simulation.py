@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynaserve.bench import latency_tables, simulate, simulated
+from dynaserve.bench.capacity import SEARCH_OPTIONS
+from dynaserve.bench.measures import Slo
 from dynaserve.errors import ConfigError
 from dynaserve.global_scheduler import Options, Policy
 from dynaserve.simulation import Batching, EngineOptions, SimulatedRequest, SimulationOptions, SimulationResult, gap_bin_ms
 from dynaserve.simulation import simulate as play
 from dynaserve.step_latency import ProfileTable
+from workloads.trace import TraceRequest
 
 EVERY_STEP_10_MS = "10,0,1,0,0,0"
 GRID_HEADER = "model,system,tp,prefill_new,prefill_cached,decode_n,decode_ctx,ms"
@@ -92,6 +95,29 @@ def test_a_prompt_takes_its_chunks_and_each_further_token_a_step() -> None:
 def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
     first, second = run([(0.0, 100, 1), (4.0, 100, 1)]).outcomes
     assert (first.end_ms, second.end_ms) == pytest.approx((10.0, 20.0))
+
+
+def test_mfu_and_kv_share_are_those_worked_out_by_hand() -> None:
+    # The first prompt takes a step of 60 tokens and one of 40, which gives the first token; the other two take a step each, until 55.2 ms.
+    # Then nothing runs until the second prompt comes, whose only token ends the run at 105 ms.
+    requests = [(5.0, 100, 3), (90.0, 50, 1)]
+    result = run(requests, engine(chunk=60, kv=1000), roofline="10,0.1,1,0,0,0")
+    rows = [TraceRequest(at_ms / 1e3, prompt, output) for at_ms, prompt, output in requests]
+    size = simulated.ModelSize(parameters=1e6, layers=10, hidden=1000, peak_tflops=0.1)
+    summary = simulated.summarize(rows, result, Slo(tbt_ms=math.inf), 1000, size)
+
+    duration_s = 0.1
+    step_tokens = [60, 40, 1, 1, 50]
+    step_ms = [10 + 0.1 * tokens for tokens in step_tokens]
+    # A token attends to all before it, and to itself.
+    pairs = [sum(range(1, 61)), sum(range(61, 101)), 101, 102, sum(range(1, 51))]
+    flop = 2 * 1e6 * sum(step_tokens) + 4 * 10 * 1000 * sum(pairs)
+    assert summary.mfu == pytest.approx([flop / (0.1e12 * duration_s)])
+    # While it is computed a token has its place already; what ended has none.
+    held = [60, 100, 101, 102, 50]
+    held_token_ms = sum(tokens * ms for tokens, ms in zip(held, step_ms, strict=True))
+    assert summary.kv_share == pytest.approx([held_token_ms / sum(step_ms) / 1000])
+    assert summary.busy == pytest.approx([sum(step_ms) / 1e3 / duration_s])
 
 
 def test_a_prefill_beside_it_delays_a_decode() -> None:
@@ -184,6 +210,12 @@ def test_alpha_keeps_its_memory_until_its_kv_has_arrived() -> None:
     first, second = run([(0.0, 100, 10), (1.0, 100, 10)], engine(kv=150), HALF_AT_PROMPT, instances=2, kv_token_ms=1.0).outcomes
     assert first.first_token_ms == pytest.approx(10.0)
     assert second.first_token_ms == pytest.approx(112.0 + 10.0)
+
+
+def test_kv_that_waits_for_its_transfer_is_held() -> None:
+    # The prompts' steps end at 10 and 20 ms; the KV of the first one leaves until 110 ms.
+    result = run([(0.0, 100, 10), (1.0, 100, 10)], placement=HALF_AT_PROMPT, instances=2, kv_token_ms=1.0)
+    assert result.uses[0].kv_token_ms == pytest.approx(100 * 10.0 + 200 * 10.0)
 
 
 def test_an_answer_longer_than_expected_goes_on_where_it_is() -> None:
@@ -314,7 +346,9 @@ def test_every_token_is_computed_once_where_memory_is_plenty(
     result = run(
         requests, setting, policy, instances=instances, roofline=roofline, kv_token_ms=kv_token_ms, expected=expected, revises=revises
     )
-    assert sum(use.tokens for use in result.uses) == sum(prompt + output - 1 for _, prompt, output in requests)
+    computed = [prompt + output - 1 for _, prompt, output in requests]
+    assert sum(use.tokens for use in result.uses) == sum(computed)
+    assert sum(use.attention_pairs for use in result.uses) == sum(tokens * (tokens + 1) / 2 for tokens in computed)
     assert sum(result.gap_counts) == sum(output - 1 for _, _, output in requests)
     for (at_ms, _, _), outcome in zip(requests, result.outcomes, strict=True):
         assert at_ms < outcome.first_token_ms <= outcome.end_ms <= result.end_ms
@@ -508,11 +542,70 @@ def test_a_grid_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (("--kv-on-host",), "--kv-on-host needs --kv-gbytes-per-s"),
         (("--roofline", "1,2"), "--roofline '1,2' is not"),
         (("--kv-tokens", "10"), "never fits into 10 tokens"),
+        (("--kv-tokens", "4000", "--workload", "fixed:5000,10", "--policy", "fixed:0.5"), "5000 tokens never fits into 4000 tokens"),
+        (("--roofline", "0,0,1,0,1,0"), "by this table one token of prefill takes no time"),
+        (("--seed", "18446744073709551616"), "argument --seed: '18446744073709551616' is more than 18446744073709551615"),
+        (("--capacity", "--seed", "18446744073709551614"), "--seed 18446744073709551614 with 3 --repetitions goes beyond"),
+        (("--instances", "9" * 20), f"argument --instances: '{'9' * 20}' is more than 9223372036854775807"),
+        *[
+            ((option, "1099511627777"), f"argument {option}: '1099511627777' is more than 1099511627776")
+            for option in ("--chunk", "--kv-tokens", "--max-running", "--min-prefill-tokens")
+        ],
+        (("--workload", f"fixed:{'9' * 20},1"), f"{'9' * 20} tokens are more than 1099511627776"),
+        (("--scale", "1e30"), "tokens, which times 1e+30 is more than 1099511627776"),
+        (("--scale", "1e308"), "tokens, which times 1e+308 is more than 1099511627776"),
+        (("--expect", f"fixed:{'9' * 20}"), "fixed:N with N from 1 to 1099511627776"),
+        (("--expect", "fixed:1e30"), "--expect is 'fixed:1e30'"),
     ],
 )
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], more: tuple[str, ...], named: str) -> None:
     assert command(*SAMPLE, *more) == 2
-    assert named in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert named in told
+    assert len(told.splitlines()) == 1
+
+
+IDLE = {
+    ("--cost-scale", "1"): "--gpu-grid",
+    ("--overhead-ms", "2.5"): "--gpu-grid",
+    ("--gpu-model", "m"): "--gpu-grid",
+    ("--gpu", "g"): "--gpu-grid",
+    ("--drift-s", "5"): "--drift-sigma",
+    ("--kv-transfer", "blocks"): "--kv-gbytes-per-s",
+    ("--kv-transfer", "end"): "--kv-gbytes-per-s",
+    ("--kv-token-bytes", "196608"): "--kv-gbytes-per-s",
+    ("--min-prefill-tokens", "16"): "--batching slo",
+    **{(option, "4"): "--capacity" for option in SEARCH_OPTIONS},
+}
+"""Options, each with the usual value where it has one, and what they do nothing without."""
+
+
+@pytest.mark.parametrize(("given", "needed"), IDLE.items())
+def test_options_that_do_nothing_are_refused(capsys: pytest.CaptureFixture[str], given: tuple[str, str], needed: str) -> None:
+    assert command(*SAMPLE, *given) == 2
+    assert capsys.readouterr().err == f"dynaserve simulate: {given[0]} does nothing without {needed}\n"
+
+
+FLEET = ("--batching", "slo", "--policy", "fixed:0.5", "--drift-sigma", "0.1", "--kv-gbytes-per-s", "0.5")
+
+
+def test_options_that_do_something_are_taken_and_have_their_usual_values_otherwise() -> None:
+    asked = [value for option in IDLE if option[0] in ("--drift-s", "--kv-token-bytes", "--min-prefill-tokens") for value in option]
+    usual = simulate.one_run([*SAMPLE, *FLEET]).result.end_ms
+    assert usual == simulate.one_run([*SAMPLE, *FLEET, *asked, "--kv-transfer", "blocks"]).result.end_ms
+    for other in (("--drift-s", "1"), ("--kv-token-bytes", "1000000"), ("--kv-transfer", "end")):
+        assert simulate.one_run([*SAMPLE, *FLEET, *other]).result.end_ms != usual, other
+
+
+def test_what_compares_fleets_or_searches_may_give_options_that_some_have_no_use_for() -> None:
+    searched = (*SAMPLE, "--tbt-slo-ms", "1000", "--repetitions", "2", "--resolution", "0.7", "--min-prefill-tokens", "32")
+    first, second = simulate.capacities(searched)
+    assert first
+    assert second
+
+
+def test_the_largest_seed_is_one() -> None:
+    assert simulate.one_run([*SAMPLE, "--drawn", "--seed", "18446744073709551615"]).summary.requests == 200
 
 
 def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

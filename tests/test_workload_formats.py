@@ -121,6 +121,8 @@ def test_sharegpt_is_counted_by_a_tokenizer_file(tmp_path: Path) -> None:
             "line 1: hash_ids: 2 ids, but 512 prompt tokens are 1 blocks",
         ),
         ("mooncake-jsonl", ['{"timestamp": 0, "input_length": 0}'], "line 1: input_length: 0"),
+        ("mooncake-jsonl", [f'{{"timestamp": 0, "input_length": {10**20}}}'], f"input_length: {10**20} is not a whole number from 1 to"),
+        ("mooncake-jsonl", [f'{{"timestamp": 0, "input_length": {10**400}}}'], "line 1: input_length: 1000"),
         ("vidur", ["num_prefill_tokens,num_decode_tokens", "5,0"], "holds no request"),
     ],
 )

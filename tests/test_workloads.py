@@ -13,7 +13,7 @@ import pytest
 
 from workloads import arrivals, catalog, trace
 from workloads.catalog import Workload
-from workloads.trace import TraceRequest, WorkloadError
+from workloads.trace import MOST_TOKENS, TraceRequest, WorkloadError
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 HEADER = "arrived_at_s,prompt_tokens,output_tokens"
@@ -61,6 +61,8 @@ def test_prefix_hashes_and_labels_are_read(csv: Path) -> None:
         ([HEADER], "holds no request"),
         ([HEADER, "0,1,1", "0,0,1"], "line 3: prompt_tokens: '0'"),
         ([HEADER, "0,1,2.5"], "line 2: output_tokens: '2.5'"),
+        ([HEADER, f"0,1,{MOST_TOKENS + 1}"], f"line 2: output_tokens: '{MOST_TOKENS + 1}' is not a whole number from 1 to {MOST_TOKENS}"),
+        ([HEADER, f"0,{'9' * 5000},1"], "line 2: prompt_tokens: '999"),
         ([HEADER, "0,1"], "line 2: 2 values for 3 columns"),
         ([HEADER, "soon,1,1"], "line 2: arrived_at_s: 'soon'"),
         ([HEADER, "nan,1,1"], "line 2: arrived_at_s: 'nan'"),
@@ -222,6 +224,7 @@ def test_the_sample_comes_with_the_package() -> None:
 def test_answers_of_a_normal_workload_have_its_mean_and_deviation() -> None:
     outputs = np.array([row.output_tokens for row in catalog.load("normal:219,1467,50").requests])
     assert (outputs.mean(), outputs.std()) == pytest.approx((1467, 50), rel=0.03)
+    assert max(row.output_tokens for row in catalog.load(f"normal:1,{MOST_TOKENS},50").requests) == MOST_TOKENS
 
 
 @pytest.mark.parametrize("name", ["normal:1,2", "normal:1,2,-1", "fixed:512", "fixed:0,1", "fixed:5,-1", "fixed:", "nosuch", "azure-code"])
@@ -233,6 +236,29 @@ def test_a_name_that_is_not_in_the_catalogue_is_refused(name: str) -> None:
 def test_lengths_are_scaled_to_at_least_one_token() -> None:
     workload = Workload("w", (TraceRequest(0.0, 1000, 2, (1, 2)),))
     assert catalog.scaled(workload, 0.25).requests == (TraceRequest(0.0, 250, 1, (1, 2), 128),)
+
+
+@pytest.mark.parametrize("scale", [1.01, 1e30, 1e308])
+def test_lengths_are_not_scaled_beyond_what_the_core_counts(scale: float) -> None:
+    workload = Workload("w", (TraceRequest(0.0, 1000, MOST_TOKENS), TraceRequest(1.0, 1, 1)))
+    with pytest.raises(WorkloadError, match=f"workload w has a length of {MOST_TOKENS} tokens, which times"):
+        catalog.scaled(workload, scale)
+    assert catalog.scaled(workload, 1.0) is workload
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (f"fixed:1,{MOST_TOKENS + 1}", f"{MOST_TOKENS + 1} tokens are more than {MOST_TOKENS}"),
+        pytest.param(f"fixed:{'9' * 5000},1", f"9 tokens are more than {MOST_TOKENS}", id="many digits"),
+        (f"normal:{'9' * 20},1,1", f"9 tokens are more than {MOST_TOKENS}"),
+        (f"normal:1,{'9' * 20},1", f"9 tokens are more than {MOST_TOKENS}"),
+        pytest.param(f"normal:1,1,{'9' * 400}", f"a sigma of 9+ tokens is more than {MOST_TOKENS}", id="infinite sigma"),
+    ],
+)
+def test_lengths_that_the_core_does_not_count_are_refused(name: str, told: str) -> None:
+    with pytest.raises(WorkloadError, match=told):
+        catalog.load(name)
 
 
 def test_requests_over_the_limit_are_left_out() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from workloads import formats, lengths, trace
 from workloads.lengths import JointLengths, LogNormal
-from workloads.trace import TraceRequest, WorkloadError
+from workloads.trace import MOST_TOKENS, TraceRequest, WorkloadError
 
 SAMPLE = Path(__file__).parent / "data" / "sample.csv"
 TRACE_FILES = {
@@ -138,7 +138,8 @@ def since(workload: Workload, start_s: float) -> Workload:
 
 
 def scaled(workload: Workload, scale: float) -> Workload:
-    """All lengths times `scale`, rounded, at least 1 token; prefix blocks shrink with their prompts."""
+    """All lengths times `scale`, rounded, at least 1 token; prefix blocks shrink with their prompts. Raises WorkloadError if `scale` is not
+    above 0, or makes a length of more than MOST_TOKENS."""
 
     def length(tokens: int) -> int:
         return max(1, round(tokens * scale))
@@ -147,6 +148,9 @@ def scaled(workload: Workload, scale: float) -> Workload:
         raise WorkloadError(f"lengths can be scaled by more than 0, not by {scale}")
     if scale == 1:
         return workload
+    longest = max(max(request.prompt_tokens, request.output_tokens) for request in workload.requests)
+    if longest * scale > MOST_TOKENS:
+        raise WorkloadError(f"workload {workload.name} has a length of {longest} tokens, which times {scale:g} is more than {MOST_TOKENS}")
     requests = (
         replace(
             request,
@@ -175,16 +179,26 @@ def _fixed(name: str, lengths: str) -> TraceRequest:
     match = re.fullmatch(r"([1-9][0-9]*),([1-9][0-9]*)", lengths, re.ASCII)
     if match is None:
         raise WorkloadError(f"workload {name!r} is not fixed:PROMPT,OUTPUT with two token counts of at least 1, as fixed:512,64")
-    return TraceRequest(None, int(match[1]), int(match[2]))
+    return TraceRequest(None, _length(name, match[1]), _length(name, match[2]))
+
+
+def _length(name: str, digits: str) -> int:
+    """Raises WorkloadError."""
+    if (length := trace.length_of(digits)) is None:
+        raise WorkloadError(f"workload {name!r}: {digits} tokens are more than {MOST_TOKENS}")
+    return length
 
 
 def _normal(name: str, lengths: str) -> Workload:
-    """One prompt length; answers drawn from a normal distribution, rounded, at least one token."""
+    """One prompt length; answers drawn from a normal distribution, rounded, at least one token and at most MOST_TOKENS."""
     match = re.fullmatch(r"([1-9][0-9]*),([1-9][0-9]*),([0-9]+(?:\.[0-9]+)?)", lengths, re.ASCII)
     if match is None:
         raise WorkloadError(
             f"workload {name!r} is not normal:PROMPT,OUTPUT,SIGMA with two token counts of at least 1, as normal:219,1467,50"
         )
-    outputs = np.random.default_rng(0).normal(int(match[2]), float(match[3]), GENERATED_REQUESTS)
-    requests = (TraceRequest(None, int(match[1]), max(1, round(output))) for output in outputs.tolist())
+    prompt_tokens, mean_tokens, sigma = _length(name, match[1]), _length(name, match[2]), float(match[3])
+    if sigma > MOST_TOKENS:
+        raise WorkloadError(f"workload {name!r}: a sigma of {match[3]} tokens is more than {MOST_TOKENS}")
+    outputs = np.random.default_rng(0).normal(mean_tokens, sigma, GENERATED_REQUESTS)
+    requests = (TraceRequest(None, prompt_tokens, min(MOST_TOKENS, max(1, round(output)))) for output in outputs.tolist())
     return Workload(name, tuple(requests), endless=True)

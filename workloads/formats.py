@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from workloads.trace import HASH_BLOCK_TOKENS, READ_ERRORS, TraceRequest, WorkloadError, open_text
+from workloads.trace import HASH_BLOCK_TOKENS, MOST_TOKENS, READ_ERRORS, TraceRequest, WorkloadError, open_text
 
 CountTokens = Callable[[str], int]
 _QUESTION, _ANSWER = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
@@ -156,7 +156,7 @@ def _object(where: str, line: str) -> dict[str, Any]:
 def _number(where: str, row: Mapping[str, Any], column: str) -> float:
     try:
         value = float(row[column])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):  # the last one of an integer in JSON
         value = -1.0
     if not 0 <= value < float("inf"):
         raise WorkloadError(f"{where}: {column}: {row.get(column)!r} is not a number of at least 0")
@@ -165,6 +165,6 @@ def _number(where: str, row: Mapping[str, Any], column: str) -> float:
 
 def _tokens(where: str, row: Mapping[str, Any], column: str, least: int = 1) -> int:
     value = _number(where, row, column)
-    if value != int(value) or value < least:
-        raise WorkloadError(f"{where}: {column}: {row[column]!r} is not a whole number of at least {least}")
+    if value != int(value) or not least <= value <= MOST_TOKENS:
+        raise WorkloadError(f"{where}: {column}: {row[column]!r} is not a whole number from {least} to {MOST_TOKENS}")
     return int(value)

@@ -18,6 +18,8 @@ from typing import TextIO
 
 REQUIRED_COLUMNS = ("arrived_at_s", "prompt_tokens", "output_tokens")
 LABEL_COLUMNS = ("class", "client")
+MOST_TOKENS = 1 << 40
+"""Of one length, far above any context: more is refused by the scheduler core, too (`kMaxTokens`), whose sums then fit into 64 bits."""
 HASH_BLOCK_TOKENS = 512
 """What one id of the column `hash_ids` stands for: the block size of the Mooncake traces."""
 READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error)
@@ -62,6 +64,14 @@ def read(path: Path) -> list[TraceRequest]:
     if not requests:
         raise WorkloadError(f"{path}: holds no request")
     return requests
+
+
+def length_of(text: str) -> int | None:
+    """In tokens, from 1 to MOST_TOKENS; None: the text says none. Digits are counted first, as `int` takes the square of their number."""
+    digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
+    if not digits or len(digits) > len(str(MOST_TOKENS)) or int(digits) > MOST_TOKENS:
+        return None
+    return int(digits)
 
 
 def open_text(path: Path) -> TextIO:
@@ -117,10 +127,9 @@ class _Row:
         return TraceRequest(self._time(), prompt_tokens, self._tokens("output_tokens"), hashes, label=label)
 
     def _tokens(self, column: str) -> int:
-        text = self.cells[column]
-        if not (text.isascii() and text.isdigit() and int(text) >= 1):
-            raise self._error(column, f"{text!r} is not a whole number of at least 1")
-        return int(text)
+        if (length := length_of(self.cells[column])) is None:
+            raise self._error(column, f"{self.cells[column]!r} is not a whole number from 1 to {MOST_TOKENS}")
+        return length
 
     def _time(self) -> float | None:
         text = self.cells["arrived_at_s"]

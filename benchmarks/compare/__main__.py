@@ -5,8 +5,10 @@ is one comparison as `dynaserve bench compare` makes it. First two instances lea
 In each repetition every system is started once, and once for each SLO where it goes by it. While it runs it has its turn of every
 workload: a request for each second of a run, at least 40, all at once (which warms it up, and the first time tells its saturation rate),
 then the search for its capacity, from the highest one on that the comparison has found so far. Finished turns stay in the output folder: a
-run that was stopped, or one of fewer repetitions, goes on where it was, on the same machine. At the end there is one table over all
-workloads for each SLO. With --together 2 each two systems are up at the same time, and their runs alternate.
+run that was stopped, or one of fewer repetitions, goes on where it was, on the same machine. Where the client was late three times in a
+row, the search that it was in is not measured, and everything else is. The pictures of gaps and of time in a report are of runs of the
+searches: each system's sustained one at the highest rate. At the end there is one table over all workloads for each SLO. With --together 2
+each two systems are up at the same time, and their runs alternate.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from benchmarks.checkout import commit
 from benchmarks.compare import table
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import BEHIND_OURS, CANDIDATES, MOST_TOKENS, OURS, SLO_COLOCATED, STOCK, Site
-from benchmarks.parsers import add_layers, parser_of
+from benchmarks.parsers import add_layers, add_max_client_lag, parser_of
 from dynaserve.bench.capacity import MOST_RUNS
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
@@ -174,8 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     most_runs = "runs of a rate, while their error leaves open whether it is sustained"
     parser.add_argument("--most-runs", type=whole(1), default=MOST_RUNS, metavar="N", help=f"{most_runs} {DEFAULT}")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"of the requests and arrivals {DEFAULT}")
-    # The client shares its cores with the engines; how late it was is in each results.json.
-    parser.add_argument("--max-client-lag-ms", type=positive, default=1000.0, metavar="MS", help=f"at P99 {DEFAULT}")
+    add_max_client_lag(parser)
     where = "(default: build/bench-compare; --quick: build/bench-compare-quick)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=f"reports {where}")
     return parser

@@ -24,9 +24,10 @@ from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.local.model import first_layers
 from dynaserve.machine import fast_dtype
 
-FIRST_SHARE, MOST_SHARE = 0.9, 4.0
+FIRST_SHARE, MOST_SHARE = 0.9, 16.0
 """Of a system's saturation rate: what its search tries first, and at most. Rates beyond what it keeps in time are given up early, others
-take the whole time: it begins high."""
+take the whole time: it begins high. Saturation is that of a system which has just been started, and may be a fourth of what it sustains
+for short answers later on."""
 REQUEST_TIMEOUT_S = 3600.0
 
 SystemOf = Callable[[str, float, Path], System]

@@ -28,8 +28,8 @@ _KEYS = {"options", "machine", "commit", "workload", "slo", "systems"}
 class Outcome:
     """Of one system. rates_per_s: of each repetition the highest that passed, None: not even the least did.
 
-    saturation_per_s: of requests that are sent at once. The rest is of the sustained run at the highest rate; None: there was none, or
-    nothing is in front of the servers.
+    saturation_per_s: of requests that are sent at once. cut_share, client_lag_p99_ms: as `Comparison` tells them. The rest is of the
+    sustained run at the highest rate; None: there was none, or nothing is in front of the servers.
     """
 
     rates_per_s: Sequence[float | None]
@@ -39,6 +39,7 @@ class Outcome:
     ttft_p99_ms: float | None
     front_cores: float | None
     cut_share: float | None
+    client_lag_p99_ms: float | None
 
     @property
     def servable(self) -> bool:
@@ -56,6 +57,7 @@ class Outcome:
             ttft_p99_ms=None if ttft is None else ttft.p99,
             front_cores=None if best is None else best.front_cores,
             cut_share=comparison.cut_share(name),
+            client_lag_p99_ms=comparison.client_lag_p99_ms(name),
         )
 
 

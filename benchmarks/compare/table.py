@@ -15,8 +15,8 @@ def markdown(at_one_slo: Sequence[Compared]) -> str:
     """at_one_slo: at least one comparison; all have the same systems."""
     parts = [
         f"P99 TBT within {at_one_slo[0].tbt_slo_ms:g} ms: capacity in requests/s / goodput in tokens/s / P99 TTFT in s"
-        " [/ cores that the front-end keeps busy]",
-        _rows(["", *(one.workload for one in at_one_slo)], _systems(at_one_slo)),
+        " [/ cores that the front-end keeps busy]; client lag: the greatest P99 of the runs that count, in ms",
+        _rows(["", *(one.workload for one in at_one_slo), "client lag"], _systems(at_one_slo)),
         f"Capacity of {OURS} over that of, [95 %]:",
         _rows(["", *(one.workload for one in at_one_slo), "geometric mean"], _ratios(at_one_slo)),
         "\n".join(map(str, judged(at_one_slo))),
@@ -43,7 +43,8 @@ def data(at_one_slo: Sequence[Compared]) -> dict[str, Any]:
 
 def _systems(at_one_slo: Sequence[Compared]) -> Iterator[list[str]]:
     for name in at_one_slo[0].systems:
-        yield [name, *(_cell(one.systems[name]) for one in at_one_slo)]
+        outcomes = [one.systems[name] for one in at_one_slo]
+        yield [name, *map(_cell, outcomes), _client_lag(outcomes)]
 
 
 def _cell(outcome: Outcome) -> str:
@@ -52,6 +53,11 @@ def _cell(outcome: Outcome) -> str:
     assert outcome.ttft_p99_ms is not None
     figures = f"{outcome.capacity_per_s:.3g} / {outcome.goodput_tokens_per_s:.0f} / {outcome.ttft_p99_ms / 1e3:.1f}"
     return figures if outcome.front_cores is None else f"{figures} / {outcome.front_cores:.2f}"
+
+
+def _client_lag(outcomes: Sequence[Outcome]) -> str:
+    lags_ms = [lag_ms for outcome in outcomes if (lag_ms := outcome.client_lag_p99_ms) is not None]
+    return f"{max(lags_ms):.1f}" if lags_ms else "-"
 
 
 def _ratios(at_one_slo: Sequence[Compared]) -> Iterator[list[str]]:

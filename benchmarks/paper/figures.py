@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,12 @@ from dynaserve.errors import ConfigError
 from workloads import catalog
 
 OVERLOAD_PER_S = 8.0
+P1024_D1024 = "fixed:1024,1024"
+"""Of Figure 5."""
 SLICE_S = 360.0
+"""Of Figure 10."""
+FIGURE_9 = {"coloc, best chunk": (1.15, 2.37, 3.07), "disagg": (1.09, 1.37, 1.67)}
+"""The least, the mean and the most of the paper's ratios."""
 SMALL_CHUNKS = ("256", "384", "512")
 """Larger ones take longer than 100 ms here."""
 FIXED_STEPS = [(f"chunk {chunk}", chunked(chunk), 52.0) for chunk in ("1024", "1536", "2048")]
@@ -40,19 +46,27 @@ def figure5(bench: Bench) -> list[Row]:
     Also without the first and the last tenth of the ends: answers are equal, so that the seats that begin together end together, and
     whether an instance has a last round of them more than the other is some per cent of a run.
     """
-    systems = {
-        f"cut at {split}": ("--policy", f"fixed:{split / 2047:.4f}:one-way", "--batching", "slo")
-        for split in (256, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792)
-    } | {"SLO-aware, whole": SLO_AWARE, "dynamic": DYNAMIC}
+    cuts = (256, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792)
+    systems = {f"cut at {split}": one_way(split) for split in cuts} | {"SLO-aware, whole": SLO_AWARE, "dynamic": DYNAMIC}
     rows = []
     for name, options in systems.items():
-        run = bench.run("fixed:1024,1024", "--rate", f"{OVERLOAD_PER_S:g}", *options)
+        run = overloaded(bench, *options)
         rows.append(Row(f"{name}: requests/s", run.summary.requests_per_s))
-        rows.append(Row(f"{name}: requests/s, middle of the run", _middle_per_s(run)))
+        rows.append(Row(f"{name}: requests/s, middle of the run", middle_per_s(run)))
     return rows
 
 
-def _middle_per_s(run: SimulatedRun) -> float:
+def one_way(split: int) -> tuple[str, ...]:
+    """P1024 D1024 cut at that token, always from the first instance to the second."""
+    return ("--policy", f"fixed:{split / 2047:.4f}:one-way", "--batching", "slo")
+
+
+def overloaded(bench: Bench, *options: str) -> SimulatedRun:
+    """Of P1024 D1024. Raises ConfigError."""
+    return bench.run(P1024_D1024, "--rate", f"{OVERLOAD_PER_S:g}", *options)
+
+
+def middle_per_s(run: SimulatedRun) -> float:
     """Requests that end, between the first and the last tenth of them."""
     ends_s = np.array([outcome.end_ms for outcome in run.result.outcomes]) / 1e3
     first_s, last_s = np.quantile(ends_s, (0.1, 0.9))
@@ -87,7 +101,7 @@ def figure8(bench: Bench) -> list[Row]:
 
 
 def figure9(bench: Bench) -> list[Row]:
-    """Capacity by workload, requests/s, and the means of the ratios."""
+    """Capacity by workload, requests/s, and the mean, the least and the most of the ratios."""
     rows = []
     over: dict[str, list[float]] = {"coloc, best chunk": [], "coloc, chunk 2048": [], "disagg": [], "SLO-aware coloc": []}
     for workload, first in WORKLOADS.items():
@@ -104,9 +118,19 @@ def figure9(bench: Bench) -> list[Row]:
         for name, value in found.items():
             if value:
                 over[name].append(dynamic / value)
-    published = {"coloc, best chunk": 2.37, "disagg": 1.37}
-    rows += [Row(f"dynamic / {name}, mean of {len(ratios)}", float(np.mean(ratios)), published.get(name)) for name, ratios in over.items()]
+    rows += [row for name, ratios in over.items() if ratios for row in ratio_rows(name, ratios)]
     return rows
+
+
+def ratio_rows(name: str, ratios: Sequence[float]) -> list[Row]:
+    """Of `dynamic` over that system, at least one, beside those of Figure 9."""
+    least, mean, most = FIGURE_9.get(name, (None, None, None))
+    told = f"dynamic / {name}"
+    return [
+        Row(f"{told}, mean of {len(ratios)}", float(np.mean(ratios)), mean),
+        Row(f"{told}, least", min(ratios), least),
+        Row(f"{told}, most", max(ratios), most),
+    ]
 
 
 def figure10(bench: Bench) -> list[Row]:
@@ -116,7 +140,7 @@ def figure10(bench: Bench) -> list[Row]:
     systems = {"coloc, chunk 512": chunked("512"), "disagg": DISAGGREGATED, "SLO-aware coloc": SLO_AWARE, "dynamic": DYNAMIC}
     for name, options in systems.items():
         run = whole.run("bursty-chat", "--arrivals", "trace", *options)
-        rows += [Row(f"{name}, minutes {6 * part} to {6 * part + 6}", goodput) for part, goodput in enumerate(_course(run)) if part < 7]
+        rows += [Row(f"{name}, minutes {6 * part} to {6 * part + 6}", goodput) for part, goodput in enumerate(course(run, SLICE_S))]
     return rows
 
 
@@ -147,14 +171,15 @@ def transfer(bench: Bench) -> list[Row]:
     return rows
 
 
-def _course(run: SimulatedRun) -> list[float]:
-    """Tokens of the requests that ended in each slice, but those late, per second."""
-    began_ms = (run.requests[0].arrived_at_s or 0.0) * 1e3
-    sums: dict[int, float] = {}
+def course(run: SimulatedRun, slice_s: float) -> list[float]:
+    """Of each slice in which requests arrive: tokens of the requests that ended in it, but those late, per second."""
+    began_s, last_s = (run.requests[index].arrived_at_s or 0.0 for index in (0, -1))
+    tokens = [0] * (int((last_s - began_s) // slice_s) + 1)
     for request, outcome in zip(run.requests, run.result.outcomes, strict=True):
-        part = int((outcome.end_ms - began_ms) / 1e3 // SLICE_S)
-        sums[part] = sums.get(part, 0.0) + request.output_tokens - outcome.late_gaps
-    return [sums.get(part, 0.0) / SLICE_S for part in range(max(sums) + 1)]
+        part = int((outcome.end_ms / 1e3 - began_s) // slice_s)
+        if part < len(tokens):
+            tokens[part] += request.output_tokens - outcome.late_gaps
+    return [count / slice_s for count in tokens]
 
 
 def _spread(values: list[float]) -> list[tuple[str, float]]:

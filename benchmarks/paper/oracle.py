@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean, stdev
 
 from benchmarks.paper.baselines import FIRST_PER_S
-from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SLO_AWARE, WORKLOADS, Bench, Row
+from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, SEED, SLO_AWARE, WORKLOADS, Bench, Row, simulations
 from dynaserve.bench.simulate import SimulatedRun
+from dynaserve.errors import ConfigError
 
 ORACLES = ("exhaustive", "exhaustive:gather=0", "exhaustive:gather=1")
 """With its own fleet plan, and with each fixed one of two instances."""
@@ -18,6 +18,8 @@ OVERLOAD = 1.1
 """Times the capacity of `dynamic`: what all are offered."""
 WARM_UP = 0.2
 """Of the time in which requests arrive: not counted."""
+LEAST_REQUESTS = 50
+"""Of a run: of fewer all may have arrived before the first answers come."""
 WITHIN = 0.01
 PLANNED = {**WORKLOADS, "azure-conv": 6.0, "hybrid": 4.0, "table1-prefill": 1.0}
 
@@ -30,7 +32,7 @@ def oracle(bench: Bench) -> Iterator[Row]:
     The error is the standard error of the seeds' own ratios. Its time grows with the lengths over the stride: 16 tokens are 2 ms of
     prefill on an A100.
     """
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the simulator lets other threads run meanwhile
+    with simulations() as pool:
         for slo_ms in bench.slos_ms:
             for workload, first in bench.chosen(FIRST_PER_S).items():
                 capacity = bench.capacity(workload, first, "--tbt-slo-ms", slo_ms, *DYNAMIC)
@@ -51,7 +53,7 @@ def _overloaded(bench: Bench, pool: ThreadPoolExecutor, workload: str, rate_per_
     """Tokens per second of `dynamic` and the oracles, of each seed."""
     offered = ("--rate", f"{rate_per_s:g}", "--drawn", "--tbt-slo-ms", slo_ms, "--batching", "slo")
     runs = {
-        policy: [pool.submit(bench.run, workload, *offered, "--policy", form, "--seed", str(1 + seed)) for seed in range(bench.seeds)]
+        policy: [pool.submit(bench.run, workload, *offered, "--policy", form, "--seed", str(SEED + seed)) for seed in range(bench.seeds)]
         for policy, form in {"dynamic": "dynamic", **{it: f"{it}:stride={bench.stride_tokens}" for it in ORACLES}}.items()
     }
     return {policy: [sustained_tokens_per_s(run.result()) for run in seeds] for policy, seeds in runs.items()}
@@ -60,7 +62,8 @@ def _overloaded(bench: Bench, pool: ThreadPoolExecutor, workload: str, rate_per_
 def sustained_tokens_per_s(run: SimulatedRun) -> float:
     """Output tokens while requests arrive; an answer's come evenly between its first and its last.
 
-    Not requests that end: a plan that leaves long answers behind ends more of them within any time, and needs longer for all.
+    Not requests that end: a plan that leaves long answers behind ends more of them within any time, and needs longer for all. Raises
+    ConfigError if there is none.
     """
     until_ms = 1e3 * (run.requests[-1].arrived_at_s or 0.0)
     since_ms = WARM_UP * until_ms
@@ -71,6 +74,9 @@ def sustained_tokens_per_s(run: SimulatedRun) -> float:
         if took_ms > 0.0:
             within_ms = max(0.0, min(outcome.end_ms, until_ms) - max(first_ms, since_ms))
             tokens += (request.output_tokens - 1) * within_ms / took_ms
+    if not tokens:
+        counted = f"the last {1 - WARM_UP:.0%} of the time in which they arrive"
+        raise ConfigError(f"no token of {len(run.requests)} requests comes in {counted}: take more of them")
     return 1e3 * tokens / (until_ms - since_ms)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,8 @@ DISAGGREGATED = ("--policy", "disaggregated", "--chunk", "2048")
 DYNAMIC = ("--policy", "dynamic", "--batching", "slo")
 SLO_AWARE = ("--policy", "colocated", "--batching", "slo")
 SLOS_MS = ("100", "50")
+SEED = 1
+"""Of each run; of several, or of several searches, that of the first."""
 SEEDS = 10
 """Of `oracle`: one run differs by some 1.5 % from another that is placed but for one request alike."""
 WORKLOADS = {"azure-code": 4.0, "bursty-chat": 4.0, "arxiv-summarization": 3.0, "mini-reasoning": 2.5}
@@ -111,7 +116,8 @@ class Bench:
             *("--gpu-grid", str(self.grid), "--gpu-model", model.name, "--gpu", GPU),
             *(() if self.traces is None else ("--traces", str(self.traces))),
             *(*CALIBRATION, *size, "--peak-tflops", str(312 * model.devices), "--kv-tokens", str(model.kv_tokens)),
-            *("--kv-token-bytes", str(model.kv_token_bytes), "--workload", workload, *more),
+            *(("--kv-token-bytes", str(model.kv_token_bytes)) if "--kv-gbytes-per-s" in more else ()),
+            *("--seed", str(SEED), "--workload", workload, *more),
             *(() if self.requests is None else ("--requests", str(self.requests))),
         ]
 
@@ -133,6 +139,17 @@ class Bench:
         found = {chunk: self.capacity(workload, first_per_s, *chunked(chunk), *more) for chunk in CHUNKS}
         best = max(found, key=lambda chunk: found[chunk])
         return best, found[best]
+
+
+@contextmanager
+def simulations() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each core: the simulator lets other threads run meanwhile. What has not begun when the block is left never does, so that
+    Ctrl-C waits for what is running only."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, WORKLOADS, Bench, Row, chunked
+from benchmarks.paper.figures import P1024_D1024, SLICE_S, course, middle_per_s, one_way, overloaded
+from benchmarks.paper.setting import CHUNKS, DISAGGREGATED, DYNAMIC, MODELS, SLO_AWARE, WORKLOADS, Bench, Row, chunked
 from benchmarks.paper.tables import OVERLOAD_PER_S, SYSTEMS, TABLE_1, TABLE_2, TABLE_3, TABLE_4, capacities_and_goodput, decision_ms
+from dynaserve.errors import ConfigError
 from dynaserve.global_scheduler import Policy
 from workloads import catalog
 
@@ -118,6 +121,46 @@ def table4_why(bench: Bench) -> list[Row]:
     ]
 
 
+BEST_CUT = 0.3
+"""Of Figure 5, as a share of the answer."""
+CUTS = (0.0, 0.1, 0.2, BEST_CUT, 0.4, 0.5, 0.6, 0.7)
+NO_FACTOR = ("--cost-scale", "1", "--overhead-ms", "2.5")
+MORE_RUNNING = ("--max-running", "256")
+CUT_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "as in figure5": (),
+    "cost scale 1": NO_FACTOR,
+    "256 running": MORE_RUNNING,
+    "cost scale 1, 256 running": (*NO_FACTOR, *MORE_RUNNING),
+    f"{LESS_KV_TOKENS} tokens of KV": ("--kv-tokens", LESS_KV_TOKENS),
+    "vLLM's steps": ("--batching", "vllm"),
+}
+SUSTAINED = ("as in figure5", "cost scale 1, 256 running")
+
+
+def figure5_why(bench: Bench) -> Iterator[Row]:
+    """Where the best cut of Figure 5 lies inside the answer, in other settings: first under overload, then by what is sustained.
+
+    Each setting changes one thing, and the fourth two. The paper tells no load: under overload the figure is requests/s in the middle of
+    the run; what is sustained has P99 TBT within 100 ms.
+    """
+    cuts = {share: one_way(1024 + round(1024 * share)) for share in CUTS}
+    for setting, more in CUT_SETTINGS.items():
+        yield from _best_cut(f"{setting}, overload", {share: middle_per_s(overloaded(bench, *cut, *more)) for share, cut in cuts.items()})
+    for setting in SUSTAINED:
+        more = CUT_SETTINGS[setting]
+        capacity = {share: bench.capacity(P1024_D1024, 2.0, *cut, *more) for share, cut in cuts.items()}
+        yield from _best_cut(f"{setting}, sustained", capacity)
+
+
+def _best_cut(told: str, per_s: Mapping[float, float]) -> Iterator[Row]:
+    """per_s: requests, by the share of the answer that is before the cut."""
+    best = max(per_s, key=lambda share: per_s[share])
+    yield Row(f"{told}: best cut, share of the answer", best, BEST_CUT)
+    yield Row(f"{told}: requests/s there", per_s[best])
+    yield Row(f"{told}: requests/s at {BEST_CUT:g}, the paper's", per_s[BEST_CUT])
+    yield Row(f"{told}: requests/s at the end of the prompt", per_s[0.0])
+
+
 def figure9_why(bench: Bench) -> Iterator[Row]:
     """Figure 9 by the chunk of colocation: the mean over the workloads of `dynamic` over it, and how many of them it serves."""
     dynamic = {workload: bench.capacity(workload, first, *DYNAMIC) for workload, first in WORKLOADS.items()}
@@ -125,3 +168,51 @@ def figure9_why(bench: Bench) -> Iterator[Row]:
         found = {workload: bench.capacity(workload, first, *chunked(chunk)) for workload, first in WORKLOADS.items()}
         ratios = [dynamic[workload] / capacity for workload, capacity in found.items() if capacity]
         yield Row(f"dynamic / coloc, chunk {chunk}, mean of {len(ratios)}", fmean(ratios), 2.37)
+
+
+FASTER = (1.0, 1.5, 2.0)
+"""Times the rate of the trace; the first is Figure 10."""
+
+
+def figure10_why(bench: Bench) -> Iterator[Row]:
+    """Figure 10 as fast as it is and 1.5 and 2 times as fast: in how many slices `dynamic` has the most, as it has in the paper in all.
+
+    Whether a system is at its limit: which share of all tokens comes in time, and of requests that end while others arrive. A slice is as
+    much shorter as the trace is faster, and has the same arrivals.
+    """
+    requests = catalog.load("bursty-chat", bench.traces).requests
+    span_s = (requests[-1].arrived_at_s or 0.0) - (requests[0].arrived_at_s or 0.0)
+    if not span_s:
+        raise ConfigError(f"all {len(requests)} requests of bursty-chat arrive at once: there is no rate that could be changed")
+    tokens = sum(request.output_tokens for request in requests)
+    for factor in FASTER:
+        slice_s, told = SLICE_S / factor, f"{factor:g} x its rate"
+        colocated, goodput = _courses(bench, factor * (len(requests) - 1) / span_s, slice_s)
+        for name, slices in goodput.items():
+            yield from (Row(f"{told}: {name}, slice {number}", here) for number, here in enumerate(slices, start=1))
+            yield Row(f"{told}: {name}, tokens in time, % of all", 100 * slice_s * sum(slices) / tokens)
+        yield from _on_top(told, goodput, (colocated, "disagg"))
+
+
+def _courses(bench: Bench, rate_per_s: float, slice_s: float) -> tuple[str, dict[str, list[float]]]:
+    """Goodput, tokens/s, of each slice by system, with the chunk that has the most of it in all; first the name of that one."""
+    whole = replace(bench, requests=None)
+
+    def course_of(options: tuple[str, ...]) -> list[float]:
+        return course(whole.run("bursty-chat", "--arrivals", "trace", "--rate", f"{rate_per_s:g}", *options), slice_s)
+
+    chunks = {f"coloc, chunk {chunk}": course_of(chunked(chunk)) for chunk in CHUNKS}
+    best = max(chunks, key=lambda name: sum(chunks[name]))
+    others = {"disagg": DISAGGREGATED, "SLO-aware coloc": SLO_AWARE, "dynamic": DYNAMIC}
+    return best, {best: chunks[best], **{name: course_of(options) for name, options in others.items()}}
+
+
+def _on_top(told: str, goodput: Mapping[str, list[float]], published: tuple[str, str]) -> Iterator[Row]:
+    """published: the systems that the paper has beside `dynamic`."""
+    dynamic = goodput["dynamic"]
+    wins = sum(all(here > goodput[name][index] for name in published) for index, here in enumerate(dynamic))
+    yield Row(f"{told}: slices in which dynamic has the most of the paper's systems", float(wins), float(len(dynamic)))
+    for name, others in goodput.items():
+        ratios = [here / there for here, there in zip(dynamic, others, strict=True) if there]
+        if name != "dynamic" and ratios:
+            yield Row(f"{told}: dynamic / {name}, mean of {len(ratios)} slices", fmean(ratios))

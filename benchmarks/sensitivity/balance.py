@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks import provenance
 from dynaserve.bench import compare_plots, simulate, simulate_options
 from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable
@@ -66,8 +67,10 @@ def main(arguments: Sequence[str]) -> None:
     args = _parser().parse_args(arguments)
     try:
         compare_plots.check_installed()
-        for kind in ("csv", "png"):
+        for kind in ("csv", "provenance.json", "png"):
             check_replaceable(Path(f"{args.output}.{kind}"))
+        told = provenance.of("benchmarks.sensitivity.balance", arguments)
+        print(provenance.text(told), flush=True)
         table = simulate.table_of(args)
         found = [minutes_of(name, catalog.load(name, args.traces).requests, table) for name in args.workloads]
     except (ConfigError, WorkloadError) as error:
@@ -76,6 +79,7 @@ def main(arguments: Sequence[str]) -> None:
     for minutes in found:
         heavy = sum(minute.prefill_share > 0.5 for minute in minutes)
         print(f"{minutes[0].workload}: prefill takes more than decoding in {heavy} of {len(minutes)} minutes")
+    provenance.keep(Path(f"{args.output}.csv"), told)
     write(args.output, found)
 
 
@@ -100,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("workloads", nargs="+", metavar="WORKLOAD", help="with arrival times, as azure-code")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the trace files")
-    parser.add_argument("--output", type=Path, required=True, metavar="NAME", help="NAME.csv and NAME.png are written")
+    parser.add_argument("--output", type=Path, required=True, metavar="NAME", help="NAME.csv, NAME.provenance.json, NAME.png are written")
     simulate_options.add_latency(parser.add_argument_group("latency of steps"))
     return parser
 

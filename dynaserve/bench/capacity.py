@@ -22,8 +22,12 @@ from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable, write_in_one_move
 from workloads.arrivals import WITHOUT_TRACE
 
+REPETITIONS, RESOLUTION = 3, 0.05
+"""Of a search, unless others are asked for."""
 MOST_RUNS = 2
 """Of one rate, unless more are asked for."""
+SEARCH_OPTIONS = ("--repetitions", "--resolution", "--least-rate", "--most-rate")
+"""What `add_search` adds where one run decides about a rate."""
 ANSWERS_IN_A_RUN = 3
 """How many times the median of its requests' end-to-end times a run takes: in a shorter one decodes have hardly gathered when it ends."""
 EXAMPLE = """\
@@ -123,10 +127,10 @@ def _repetitions(arguments: Sequence[str], opts: ReplayOptions, searching: Searc
 
 
 def add_search(group: Any, *, with_runs: bool = True) -> None:
-    """with_runs False: one run decides about a rate."""
-    group.add_argument("--repetitions", type=options.whole(1), default=3, metavar="N", help="searches, each of another seed (default: 3)")
+    """with_runs False: one run decides about a rate. What is not given is None until `search_options`."""
+    group.add_argument("--repetitions", type=options.whole(1), metavar="N", help=f"searches, each of another seed (default: {REPETITIONS})")
     group.add_argument(
-        "--resolution", type=options.positive, default=0.05, metavar="X", help="lowest failed / highest passed - 1 (default: 0.05)"
+        "--resolution", type=options.positive, metavar="X", help=f"lowest failed / highest passed - 1 (default: {RESOLUTION:g})"
     )
     group.set_defaults(most_runs=1)
     if with_runs:
@@ -148,7 +152,7 @@ def search_options(args: argparse.Namespace) -> SearchOptions:
     least, most = args.least_rate or args.rate / 64, args.most_rate or args.rate * 64
     if not least <= args.rate <= most:
         raise ConfigError(f"--rate {args.rate:g} is not between --least-rate {least:g} and --most-rate {most:g}")
-    return SearchOptions(args.rate, least, most, args.resolution, args.repetitions, args.most_runs)
+    return SearchOptions(args.rate, least, most, args.resolution or RESOLUTION, args.repetitions or REPETITIONS, args.most_runs)
 
 
 def drawn_options(args: argparse.Namespace) -> ReplayOptions:

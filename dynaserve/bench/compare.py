@@ -16,6 +16,7 @@ from rich.table import Table
 from dynaserve.bench import capacity, client, compare_report, options, report, systems, trial
 from dynaserve.bench.capacity import Repetition, SearchOptions
 from dynaserve.bench.comparison import Comparison, Kept, Turn
+from dynaserve.bench.course import Course
 from dynaserve.bench.exit_status import status_of
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.systems import Running, System
@@ -174,17 +175,20 @@ class Measurement:
         """The same run by run, so that others can have theirs in between."""
         counted = systems.cut_counts(running.urls)
         search = capacity.finding(partial(self._run, running), self._searching(name), self._seed(number))
+        course: Course | None = None
         while True:
             try:
                 run = next(search)
             except StopIteration as end:
                 found: Repetition = end.value
                 break
+            if run.not_sustained is None:  # Each rate that passes is above the one before: the last one is what the search finds.
+                course = Course.of(run.rate_per_s, run.records, self.opts.replay.slo)
             _tell(name, run)
             yield run
         after = systems.cut_counts(running.urls)
         share = after.since(counted) if counted is not None and after is not None else None
-        self.turns[name].append(Turn(found, share))
+        self.turns[name].append(Turn(found, share, course))
         self.turns[name].sort(key=lambda turn: turn.repetition.seed)
         self.keep(self.comparison)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 
 from dynaserve.bench.capacity import middle_rate
 from dynaserve.bench.comparison import Comparison
-from dynaserve.bench.measures import Slo
-from dynaserve.bench.records import RequestRecord
+from dynaserve.bench.course import Course
 from dynaserve.errors import ConfigError
 
-_TIMELINE_BINS = 30
+_COLOURS = 10
+"""Of matplotlib's own cycle."""
 
 
 def check_installed() -> None:
@@ -24,11 +25,11 @@ def check_installed() -> None:
 
 
 def draw(comparison: Comparison) -> dict[str, bytes]:
-    """PNG by name: capacity, goodput, and of the runs side by side tbt, timeline. Raises ConfigError without matplotlib."""
+    """PNG by name: capacity, goodput, and, if the courses of runs are kept, tbt, timeline. Raises ConfigError without matplotlib."""
     check_installed()
     pictures = {"capacity": _capacity(comparison), "goodput": _goodput(comparison)}
-    if comparison.side_by_side:
-        pictures |= {"tbt": _tbt(comparison), "timeline": _timeline(comparison)}
+    if courses := comparison.courses:
+        pictures |= {"tbt": _tbt(comparison, courses), "timeline": _timeline(comparison, courses)}
     return pictures
 
 
@@ -74,31 +75,33 @@ def _goodput(comparison: Comparison) -> bytes:
     return png_of(figure)
 
 
-def _tbt(comparison: Comparison) -> bytes:
+def _tbt(comparison: Comparison, courses: Mapping[str, Course]) -> bytes:
     figure, axes = axes_of("time between tokens, ms", "share of gaps")
-    for system, run in comparison.side_by_side.items():
-        gaps = np.sort([gap for record in run.records for gap in record.gaps_ms])
-        if len(gaps):
-            axes.plot(gaps, np.arange(1, len(gaps) + 1) / len(gaps), label=system)
+    for system, course in courses.items():
+        if gaps_ms := course.gap_quantiles_ms:
+            axes.plot(gaps_ms, np.linspace(0.0, 1.0, len(gaps_ms)), label=label(system, course), **_line(comparison, system))
     axes.axvline(comparison.slo.tbt_ms, color="gray", linestyle="--")
     axes.set_xscale("symlog", linthresh=1)
     axes.legend()
     return png_of(figure)
 
 
-def _timeline(comparison: Comparison) -> bytes:
+def _timeline(comparison: Comparison, courses: Mapping[str, Course]) -> bytes:
     figure, axes = axes_of("seconds since the start", "goodput, tokens/s within the SLO")
-    for system, run in comparison.side_by_side.items():
-        good = [at_s for record in run.records for at_s in _in_time_s(record, comparison.slo)]
-        counts, edges = np.histogram(good, bins=_TIMELINE_BINS, range=(0.0, max(record.ended_s for record in run.records)))
-        axes.stairs(counts / np.diff(edges), edges, label=system)
+    for system, course in courses.items():
+        goodput = course.goodput_tokens_per_s
+        edges_s = np.linspace(0.0, course.ended_s, len(goodput) + 1)
+        axes.stairs(goodput, edges_s, label=label(system, course), **_line(comparison, system))
     axes.legend()
     return png_of(figure)
 
 
-def _in_time_s(record: RequestRecord, slo: Slo) -> list[float]:
-    """When tokens within their SLO came, the first one by that of TTFT."""
-    if record.ttft_ms is None:
-        return []
-    first = record.token_times_s[:1] if slo.ttft_ms is None or record.ttft_ms <= slo.ttft_ms else ()
-    return [*first, *(at_s for at_s, gap in zip(record.token_times_s[1:], record.gaps_ms, strict=True) if gap <= slo.tbt_ms)]
+def label(system: str, course: Course) -> str:
+    """With the rate, which may be another one for each system."""
+    return f"{system}, {course.rate_per_s:.3g} requests/s"
+
+
+def _line(comparison: Comparison, system: str) -> dict[str, str]:
+    """Of the colour that the system has in the other pictures, also where one before it is left out."""
+    place = list(comparison.turns).index(system)
+    return {"color": f"C{place}", "linestyle": "-" if place < _COLOURS else ":"}

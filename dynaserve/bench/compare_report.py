@@ -12,7 +12,7 @@ from typing import Any
 
 from dynaserve.bench import compare_plots
 from dynaserve.bench.capacity import repetition_data, trial_data
-from dynaserve.bench.comparison import Comparison
+from dynaserve.bench.comparison import Comparison, Turn
 from dynaserve.files import check_replaceable, write_in_one_move
 
 _COLUMNS = ("system", "capacity req/s", "least", "most", "ratio [95 %]", "goodput tok/s", "P99 TBT ms", "P99 TTFT ms", "cut", "front cores")
@@ -97,12 +97,17 @@ def _results(comparison: Comparison, provenance: Mapping[str, Any], *, complete:
                 "ratio": asdict(ratio) if complete and (ratio := comparison.ratio(system)) is not None else None,
                 "cut_share": comparison.cut_share(system),
                 "best": trial_data(best) if (best := comparison.best(system)) is not None else None,
-                "turns": [{"repetition": repetition_data(turn.repetition), "cut_share": turn.cut_share} for turn in turns],
+                "turns": [_turn_data(turn) for turn in turns],
                 "side_by_side": trial_data(comparison.side_by_side[system]) if system in comparison.side_by_side else None,
             }
             for system, turns in comparison.turns.items()
         },
     }
+
+
+def _turn_data(turn: Turn) -> dict[str, Any]:
+    course = None if turn.course is None else asdict(turn.course)
+    return {"repetition": repetition_data(turn.repetition), "cut_share": turn.cut_share, "course": course}
 
 
 def _html(comparison: Comparison, provenance: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
@@ -111,18 +116,29 @@ def _html(comparison: Comparison, provenance: Mapping[str, Any], pictures: Mappi
 
     slo = f"P99 TBT {comparison.slo.tbt_ms:g} ms" + ("" if comparison.slo.ttft_ms is None else f", P99 TTFT {comparison.slo.ttft_ms:g} ms")
     repetitions = len(next(iter(comparison.turns.values())))
-    rates = {run.rate_per_s for run in comparison.side_by_side.values()}
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>DynaServe comparison</title><style>{_STYLE}</style>",
         f"<h1>{html.escape(comparison.workload)}: {slo}</h1>",
         f"<table>{row(columns(comparison), 'th')}{''.join(row(cells, 'td') for cells in rows(comparison))}</table>",
         f"<p>Capacity: median of {repetitions} searches, least and most beside it. Ratio: to the first system, geometric mean.</p>",
         *(f'<h2>{html.escape(name)}</h2><img alt="{name}" src="data:image/png;base64,{_text(png)}">' for name, png in pictures.items()),
-        *(f"<p>TBT and timeline: each system at {rate:.3g} requests/s.</p>" for rate in rates),
+        *(f"<p>{html.escape(sentence)}</p>" for sentence in _on_courses(comparison)),
         f"<p><code>{html.escape(provenance['command'])}</code></p>",
         f"<p>Client on {html.escape(', '.join(f'{key} {value}' for key, value in provenance['machine'].items()))}</p></html>",
     ]
     return "\n".join(parts)
+
+
+def _on_courses(comparison: Comparison) -> Iterator[str]:
+    """Which runs TBT and timeline show, and which they cannot."""
+    courses = comparison.courses
+    if comparison.is_side_by_side:
+        rate = next(iter(courses.values())).rate_per_s
+        yield f"TBT and timeline: each system at {rate:.3g} requests/s."
+    elif courses:
+        yield "TBT and timeline: of each system its sustained run at the highest rate of those that are kept; its label tells the rate."
+    if lacking := [system for system in comparison.turns if system not in courses]:
+        yield f"TBT and timeline lack {', '.join(lacking)}: no sustained run is kept that has them."
 
 
 def _text(png: bytes) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynaserve.bench.capacity import Repetition, median_rate
+from dynaserve.bench.course import Course
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import Ratio, paired_ratio
 from dynaserve.bench.trial import Trial
@@ -13,10 +14,12 @@ from dynaserve.bench.trial import Trial
 
 @dataclass(frozen=True)
 class Turn:
-    """One search of one system. cut_share: of the requests of all its runs, those handed over; None: the server counts no cuts."""
+    """One search of one system. cut_share: of the requests of all its runs, those handed over; None: the server counts no cuts.
+    course: of the run at the rate that was found; None: no rate passed, or an earlier version measured the turn and has not kept it."""
 
     repetition: Repetition
     cut_share: float | None
+    course: Course | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,20 @@ class Comparison:
     turns: Mapping[str, Sequence[Turn]]
     side_by_side: Mapping[str, Trial]
     saturation_per_s: Mapping[str, float]
+
+    @property
+    def is_side_by_side(self) -> bool:
+        """Whether every system had its run at the baseline's capacity."""
+        return self.side_by_side.keys() == self.turns.keys()
+
+    @property
+    def courses(self) -> dict[str, Course]:
+        """By system: of its run side by side, if all had theirs, else of the sustained run at the highest rate of those whose courses
+        are kept; a system without one is left out."""
+        if self.is_side_by_side:
+            return {system: Course.of(run.rate_per_s, run.records, self.slo) for system, run in self.side_by_side.items()}
+        kept = {system: [turn.course for turn in turns if turn.course is not None] for system, turns in self.turns.items()}
+        return {system: max(found, key=lambda course: course.rate_per_s) for system, found in kept.items() if found}
 
     def rates(self, system: str) -> list[float | None]:
         """Requests per second, by repetition."""
@@ -62,3 +79,9 @@ class Comparison:
         """The sustained run at the highest rate."""
         runs = [run for turn in self.turns[system] for run in turn.repetition.trials if run.not_sustained is None]
         return max(runs, key=lambda run: run.rate_per_s, default=None)
+
+    def client_lag_p99_ms(self, system: str) -> float | None:
+        """The greatest of all runs that count, of which those of a client that was too late are none; None: there is none."""
+        trials = [run for turn in self.turns[system] for run in turn.repetition.trials]
+        lags_ms = [summary.client_lag_p99_ms for run in trials for summary in (run.summary, *run.others)]
+        return max((lag_ms for lag_ms in lags_ms if lag_ms is not None), default=None)

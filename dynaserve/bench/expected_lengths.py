@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynaserve.errors import ConfigError
+from workloads.trace import MOST_TOKENS
 
 
 def expected(how: str, output_tokens: Sequence[int], rng: np.random.Generator) -> list[int]:
-    """By request, at least 1 token. Raises ConfigError as `check`.
+    """By request, at least 1 token and at most MOST_TOKENS. Raises ConfigError as `check`.
 
     how: `exact`; `mean`, of these answers; `fixed:N`, as in the paper's Table 4; `lognormal:SIGMA`, exact times a factor whose
     logarithm has that standard deviation, so that its median is 1.
@@ -21,9 +22,13 @@ def expected(how: str, output_tokens: Sequence[int], rng: np.random.Generator) -
         return list(output_tokens)
     if kind == "lognormal":
         factors = np.exp(value * rng.standard_normal(len(output_tokens)))
-        return [max(1, round(tokens * factor)) for tokens, factor in zip(output_tokens, factors.tolist(), strict=True)]
+        return [_length(tokens * factor) for tokens, factor in zip(output_tokens, factors.tolist(), strict=True)]
     constant = value if kind == "fixed" else float(np.mean(output_tokens))
-    return [max(1, round(constant))] * len(output_tokens)
+    return [_length(constant)] * len(output_tokens)
+
+
+def _length(tokens: float) -> int:
+    return max(1, round(min(tokens, MOST_TOKENS)))
 
 
 def check(how: str) -> None:
@@ -39,6 +44,7 @@ def _parse(how: str) -> tuple[str, float]:
         value = float(text)
     except ValueError:
         value = math.nan
-    if (kind == "fixed" and value >= 1 and value.is_integer()) or (kind == "lognormal" and 0 <= value <= 10):
+    if (kind == "fixed" and 1 <= value <= MOST_TOKENS and value.is_integer()) or (kind == "lognormal" and 0 <= value <= 10):
         return kind, value
-    raise ConfigError(f"--expect is {how!r}; accepted are exact, mean, fixed:N with N of at least 1, lognormal:SIGMA with SIGMA in [0, 10]")
+    fixed, lognormal = f"fixed:N with N from 1 to {MOST_TOKENS}", "lognormal:SIGMA with SIGMA in [0, 10]"
+    raise ConfigError(f"--expect is {how!r}; accepted are exact, mean, {fixed}, {lognormal}")

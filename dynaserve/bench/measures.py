@@ -70,6 +70,11 @@ class Summary:
     send_lag_ms: Distribution | None
     loop_lag_ms: Distribution | None
 
+    @property
+    def client_lag_p99_ms(self) -> float | None:
+        """How late the client sent, or woke up, whichever is more; None: neither is known."""
+        return max((lag.p99 for lag in (self.send_lag_ms, self.loop_lag_ms) if lag is not None), default=None)
+
 
 def summarize(records: Sequence[RequestRecord], loop_lags_ms: Sequence[float], slo: Slo) -> Summary:
     """records: at least one."""

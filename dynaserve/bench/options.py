@@ -16,6 +16,10 @@ from dynaserve.bench.measures import Slo
 from dynaserve.errors import ConfigError
 from workloads import arrivals, catalog
 
+MOST_WHOLE, MOST_SEED = (1 << 63) - 1, (1 << 64) - 1
+"""What the core's integers, and its generators' seeds, hold."""
+_SHOWN = 40
+"""Characters of a number that is refused."""
 EXAMPLE = """\
 example:
   dynaserve bench replay --url http://127.0.0.1:8000 --workload sample --rate 2 --requests 100 --output replay.json
@@ -111,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add_workload(workload)
     workload.add_argument(
         "--prompt-seed",
-        type=whole(0),
+        type=seed,
         metavar="N",
         help="of the prompts' tokens (default: a new one, as a prefix cache would serve prompts that were sent before; it is recorded)",
     )
@@ -155,7 +159,7 @@ def add_workload(group: Any) -> None:
     group.add_argument("--scale", type=positive, default=1.0, metavar="X", help="lengths times X, at least 1 token (default: 1)")
     group.add_argument("--drawn", action="store_true", help="each request is a random one of the workload, by the seed; for ever")
     group.add_argument("--max-total-tokens", type=whole(2), metavar="N", help="leave out requests that are longer, after scaling")
-    group.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of arrival times and --drawn (default: %(default)s)")
+    group.add_argument("--seed", type=seed, default=1, metavar="N", help="of arrival times and --drawn (default: %(default)s)")
     group.set_defaults(prompt_seed=None)
 
 
@@ -178,29 +182,59 @@ def add_measurement(group: Any, output: tuple[str, str] = ("FILE", "raw data as 
 
 
 def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
-def whole(least: int) -> Callable[[str], int]:
+def not_negative(text: str) -> float:
+    value = _float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def whole(least: int, most: int = MOST_WHOLE) -> Callable[[str], int]:
+    """A parser's type: a whole number in [least, most], in ASCII digits."""
+
     def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
+        is_number, digits = text.isascii() and text.isdigit(), text.lstrip("0") or "0"
+        # Digits are counted first: int() takes the square of their number.
+        if is_number and (len(digits) > len(str(most)) or int(digits) > most):
+            raise argparse.ArgumentTypeError(f"{_shown(text)} is more than {most}")
+        if not (is_number and int(digits) >= least):
+            raise argparse.ArgumentTypeError(f"{_shown(text)} is not a whole number of at least {least}")
+        return int(digits)
 
     return whole
 
 
+def seed(text: str) -> int:
+    """A parser's type: what the core, and what is recorded, take for a seed."""
+    return whole(0, MOST_SEED)(text)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+
 def _vocabulary(text: str) -> range:
-    low, colon, high = text.partition(":")
-    if not (colon and low.isdigit() and high.isdigit() and int(low) < int(high)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH with LOW < HIGH")
-    return range(int(low), int(high))
+    low, _, high = text.partition(":")
+    try:
+        ids = range(whole(0)(low), whole(0)(high))
+    except argparse.ArgumentTypeError:
+        ids = range(0)
+    if not ids:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not LOW:HIGH with LOW < HIGH, at most {MOST_WHOLE}")
+    return ids
 
 
 def _json_object(text: str) -> dict[str, Any]:

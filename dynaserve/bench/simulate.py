@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit status. Raises ConfigError."""
-    args = simulate_options.parse(arguments)
+    args = simulate_options.parse(arguments, alone=True)
     fleet = _fleet(args)
     if args.output is not None:
         check_replaceable(args.output)
@@ -97,14 +97,14 @@ def one_run(arguments: Sequence[str]) -> SimulatedRun:
     return SimulatedRun(requests, result, simulated.summarize(requests, result, opts.slo, fleet.kv_tokens, fleet.model))
 
 
-def play(fleet: Fleet, opts: ReplayOptions) -> SimulatedSummary:
-    """One run, with the workload, the rate and the seed of the options. Raises ConfigError."""
-    requests, result = _simulate(fleet, opts)
+def play(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> SimulatedSummary:
+    """One run, with the workload, the rate and the seed of the options, and at least so many requests. Raises ConfigError."""
+    requests, result = _simulate(fleet, opts, fewest)
     return simulated.summarize(requests, result, opts.slo, fleet.kv_tokens, fleet.model)
 
 
-def _simulate(fleet: Fleet, opts: ReplayOptions) -> tuple[list[TraceRequest], SimulationResult]:
-    requests = replay.plan_requests(opts)
+def _simulate(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> tuple[list[TraceRequest], SimulationResult]:
+    requests = replay.plan_requests(opts, fewest)
     expected = expected_lengths.expected(fleet.expect, [row.output_tokens for row in requests], np.random.default_rng(opts.seed))
     rows = [
         SimulatedRequest((row.arrived_at_s or 0.0) * 1e3, row.prompt_tokens, row.output_tokens, tokens)
@@ -135,12 +135,15 @@ def _simulate(fleet: Fleet, opts: ReplayOptions) -> tuple[list[TraceRequest], Si
 
 def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[float | None]:
     searching, base = search_options(args), drawn_options(args)
+    if base.seed + searching.repetitions - 1 > options.MOST_SEED:
+        raise ConfigError(f"--seed {base.seed} with {searching.repetitions} --repetitions goes beyond {options.MOST_SEED}, the last seed")
     found = []
     for number in range(searching.repetitions):
         opts = replace(base, seed=base.seed + number)
 
         def passes(rate_per_s: float, opts: ReplayOptions = opts) -> bool:
-            reason = play(fleet, replace(opts, rate_per_s=rate_per_s)).not_sustained
+            # A rate at which nobody comes in the duration of a run is judged by its first request.
+            reason = play(fleet, replace(opts, rate_per_s=rate_per_s), fewest=1).not_sustained
             print(f"seed {opts.seed}  {rate_per_s:8.4g} requests/s  {reason or 'passed'}", file=sys.stderr)
             return reason is None
 
@@ -195,13 +198,16 @@ def table_of(args: argparse.Namespace) -> ProfileTable:
     sources = [source for source in (args.profile, args.gpu_grid, args.roofline) if source is not None]
     if len(sources) != 1:
         raise ConfigError(f"one of --profile, --gpu-grid and --roofline is needed, not {len(sources)} of them")
+    of_grid = ("--gpu-model", "--gpu", "--overhead-ms", "--cost-scale")
+    simulate_options.check_needed(args, "--gpu-grid", args.gpu_grid is not None, *of_grid)
     if args.profile is not None:
         return latency_profile.load(args.profile)
     if args.roofline is not None:
         return latency_tables.from_coefficients(args.roofline)
     if args.gpu_model is None or args.gpu is None:
         raise ConfigError("--gpu-grid needs --gpu-model and --gpu")
-    return latency_tables.from_grid(args.gpu_grid, args.gpu_model, args.gpu, args.overhead_ms, args.cost_scale)
+    overhead_ms = simulate_options.OVERHEAD_MS if args.overhead_ms is None else args.overhead_ms
+    return latency_tables.from_grid(args.gpu_grid, args.gpu_model, args.gpu, overhead_ms, args.cost_scale or simulate_options.COST_SCALE)
 
 
 def _print(summary: SimulatedSummary, took_s: float) -> None:

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dynaserve.bench import options
-from dynaserve.bench.capacity import add_search
+from dynaserve.bench.capacity import SEARCH_OPTIONS, add_search
+from dynaserve.errors import ConfigError
+from workloads.trace import MOST_TOKENS
 
+OVERHEAD_MS, COST_SCALE = 2.5, 1.0
+"""Of the steps of a grid, unless options say otherwise."""
+_USUAL = {"drift_s": 5.0, "min_prefill_tokens": 16, "kv_token_bytes": 196608, "kv_transfer": "blocks"}
+"""What is not given, of the options that are refused where they do nothing: the parser's default for them is None."""
 EXAMPLE = """\
 example:
   dynaserve simulate --roofline 10,0.2,16,0.00002,0.2,0.0005 --workload sample --rate 4 --requests 200 --instances 2 --batching slo
@@ -31,13 +37,32 @@ patience and how its margin follows errors: the simulator is first come, first s
 exit status: 0 reported; 1 with --capacity, not even the least rate passed; 2 bad option."""
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Raises ConfigError."""
+def parse(arguments: Sequence[str], *, alone: bool = False) -> argparse.Namespace:
+    """Raises ConfigError, also for options that do nothing here.
+
+    alone: the options are those of one command. Otherwise a search may follow without --capacity, and the fleet may be one of several that
+    are compared by the same options, not all of which have SLO-aware batches.
+    """
     args = _parser().parse_args(arguments)
+    check_needed(args, "--drift-sigma", args.drift_sigma is not None, "--drift-s")
+    check_needed(args, "--kv-gbytes-per-s", args.kv_gbytes_per_s is not None, "--kv-transfer", "--kv-token-bytes")
+    if alone:
+        check_needed(args, "--capacity", args.capacity, *SEARCH_OPTIONS)
+        check_needed(args, "--batching slo", args.batching == "slo", "--min-prefill-tokens")
+    for name, value in _USUAL.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     # What a replay needs and a simulation has not.
     args.url, args.model, args.api_key, args.extra_body = ["http://simulated"], None, None, {}
     args.warmup, args.timeout_s, args.max_client_lag_ms, args.vocabulary = 0, 1.0, 1.0, range(1)
     return args
+
+
+def check_needed(args: argparse.Namespace, needed: str, is_there: bool, *names: str) -> None:
+    """Raises ConfigError, unless what these options need is there, for the first of them that is given."""
+    for name in names:
+        if not is_there and getattr(args, name.removeprefix("--").replace("-", "_")) is not None:
+            raise ConfigError(f"{name} does nothing without {needed}")
 
 
 def _parser() -> options.Parser:
@@ -64,15 +89,17 @@ def _parser() -> options.Parser:
 
 
 def add_latency(group: Any) -> None:
-    """Options of which one says how long steps take (`simulate.table_of`)."""
+    """Options that say how long steps take (`simulate.table_of`, until which those that are not given are None)."""
     group.add_argument("--profile", type=Path, metavar="FILE", help="of --dynaserve-profile")
     group.add_argument("--gpu-grid", type=Path, metavar="FILE", help="CSV of measured steps")
     group.add_argument("--gpu-model", metavar="NAME", help="in the grid, as qwen2.5-14b")
     group.add_argument("--gpu", metavar="NAME", help="in the grid, as a100_sxm")
     group.add_argument(
-        "--overhead-ms", type=options.positive, default=2.5, metavar="MS", help="of the host, a step of the grid (default: 2.5)"
+        "--overhead-ms", type=options.not_negative, metavar="MS", help=f"of the host, a step of the grid (default: {OVERHEAD_MS:g})"
     )
-    group.add_argument("--cost-scale", type=options.positive, default=1.0, metavar="X", help="the grid's times are multiplied (default: 1)")
+    group.add_argument(
+        "--cost-scale", type=options.positive, metavar="X", help=f"the grid's times are multiplied (default: {COST_SCALE:g})"
+    )
     group.add_argument(
         "--roofline", metavar="O,T,K,P,D,C", help="overhead ms, ms a token, knee tokens, ms a pair, a decode, a context token"
     )
@@ -83,24 +110,25 @@ def _add_noise(group: Any) -> None:
     group.add_argument(
         "--drift-sigma", type=options.positive, metavar="X", help="of the speed of each instance, log-normal (default: none)"
     )
-    group.add_argument("--drift-s", type=options.positive, default=5.0, metavar="T", help="how long a speed lasts (default: %(default)s)")
+    group.add_argument("--drift-s", type=options.positive, metavar="T", help=f"how long a speed lasts (default: {_USUAL['drift_s']})")
 
 
 def _add_fleet(group: Any) -> None:
     group.add_argument("--instances", type=options.whole(1), default=2, metavar="N", help="(default: 2)")
     group.add_argument("--policy", default="round-robin", help="see below (default: round-robin)")
     group.add_argument("--batching", choices=("vllm", "slo"), default="vllm", help="(default: vllm)")
-    group.add_argument("--chunk", type=options.whole(1), default=2048, metavar="N", help="most tokens of a step (default: 2048)")
-    group.add_argument("--min-prefill-tokens", type=options.whole(1), default=16, metavar="N", help="of a late step (default: 16)")
-    group.add_argument("--max-running", type=options.whole(1), default=256, metavar="N", help="requests at a time (default: 256)")
-    group.add_argument("--kv-tokens", type=options.whole(1), default=219168, metavar="N", help="KV cache (default: 219168)")
+    count = options.whole(1, MOST_TOKENS)  # sums of what the core counts fit into 64 bits
+    group.add_argument("--chunk", type=count, default=2048, metavar="N", help="most tokens of a step (default: 2048)")
+    late = f"of a late step with --batching slo (default: {_USUAL['min_prefill_tokens']})"
+    group.add_argument("--min-prefill-tokens", type=count, metavar="N", help=late)
+    group.add_argument("--max-running", type=count, default=256, metavar="N", help="requests at a time (default: 256)")
+    group.add_argument("--kv-tokens", type=count, default=219168, metavar="N", help="KV cache (default: 219168)")
     group.add_argument("--hand-off-ms", type=options.positive, default=2.0, metavar="MS", help="(default: 2)")
     group.add_argument("--kv-gbytes-per-s", type=options.positive, metavar="X", help="of an instance's link (default: no limit)")
-    group.add_argument("--kv-token-bytes", type=options.positive, default=196608, metavar="N", help="of KV (default: 196608)")
+    group.add_argument("--kv-token-bytes", type=options.positive, metavar="N", help=f"of KV (default: {_USUAL['kv_token_bytes']})")
     group.add_argument("--kv-on-host", action="store_true", help="moving KV takes the time of steps of both instances, as on CPUs")
-    group.add_argument(
-        "--kv-transfer", choices=("blocks", "end"), default="blocks", help="each block when it is full, or all at the end (default: blocks)"
-    )
+    moves = f"each block when it is full, or all at the end (default: {_USUAL['kv_transfer']})"
+    group.add_argument("--kv-transfer", choices=("blocks", "end"), help=moves)
     group.add_argument("--fixed-hand-offs", action="store_true", help="a hand-off stays where the policy has placed it")
     group.add_argument(
         "--expect", default="exact", metavar="HOW", help="lengths of answers: exact | mean | fixed:N | lognormal:SIGMA (default: exact)"

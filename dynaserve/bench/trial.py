@@ -82,15 +82,20 @@ def saturation(opts: ReplayOptions, seed: int) -> float:
     """Requests per second when the `requests` of the options are all sent at once, or one for each second of their duration, at least
     `FEWEST_AT_ONCE`.
 
-    Raises ConfigError if none is answered.
+    Raises ConfigError if none is answered, and as `plan_at_once`.
     """
-    count = opts.requests or max(FEWEST_AT_ONCE, round(opts.duration_s or 0.0))
-    planned = replay.plan_requests(replace(opts, rate_per_s=1.0, duration_s=None, requests=count, seed=seed))
-    requests = [replace(request, arrived_at_s=0.0) for request in planned]
+    requests = plan_at_once(opts, seed)
     _, _, summary = _measured(opts, requests)
     if not summary.finished:
         raise ConfigError(f"no request is answered when {len(requests)} are sent at once: {summary.failure_examples}")
     return summary.requests_per_s
+
+
+def plan_at_once(opts: ReplayOptions, seed: int) -> list[TraceRequest]:
+    """What `saturation` sends. Raises ConfigError."""
+    count = opts.requests or max(FEWEST_AT_ONCE, round(opts.duration_s or 0.0))
+    planned = replay.plan_requests(replace(opts, rate_per_s=1.0, duration_s=None, requests=count, seed=seed))
+    return [replace(request, arrived_at_s=0.0) for request in planned]
 
 
 @dataclass(frozen=True)
