@@ -2,7 +2,7 @@
 
 Needs `pip install '.[gpu-tables]'`. A step is a prefill of so many tokens after so many cached ones beside so many decodes of that context
 each: the sum of the kernels that vLLM runs for it, without the host (`--overhead-ms` of `dynaserve simulate` adds that). Models are shapes,
-not weights; all bfloat16. Some minutes on one core, and nothing is downloaded.
+not weights; all bfloat16. Some seconds, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def steps() -> Iterator[Step]:
 
 
 def rows(model: str, system: str, folder: Path) -> Iterator[tuple[object, ...]]:
-    """In the order of `COLUMNS`. folder: for the model's config.json. Raises ConfigError without aiconfigurator-core."""
+    """In the order of `COLUMNS`. folder: of this model only, whose config.json is remembered by its name. Raises ConfigError without
+    aiconfigurator-core."""
     try:
         from aiconfigurator_core.sdk import RustForwardPassPerfModel
     except ImportError as error:
@@ -120,7 +121,7 @@ def rows(model: str, system: str, folder: Path) -> Iterator[tuple[object, ...]]:
         "schema_version": 1,
         "model_name": str(folder),
         "system_name": system,
-        "backend_name": "vllm",
+        "backend": "vllm",
         "backend_version": version,
         "systems_path": None,
         "tp_size": shape.devices,
@@ -154,8 +155,10 @@ def main(arguments: Sequence[str]) -> None:
         check_replaceable(args.output)
         with tempfile.TemporaryDirectory() as folder:
             for model in args.models:
+                own = Path(folder, model)
+                own.mkdir()
                 for system in args.systems:
-                    writer.writerows(rows(model, system, Path(folder)))
+                    writer.writerows(rows(model, system, own))
                     print(f"{model} on {system}", file=sys.stderr, flush=True)
     except ConfigError as error:
         parser.error(str(error))

@@ -259,7 +259,7 @@ BEGINNINGS: Mapping[str, Sequence[str]] = {
     "table2-why": ["answers x ", *[f"the grid as it is, 256 running: {system}" for system in SYSTEMS]],
     "figure3": ["azure-code: ", "azure-conv: ", "bursty-chat: "],
     "figure5": [*[f"cut at {token}: " for token in CUTS], "SLO-aware, whole: ", "dynamic: "],
-    "figure5-why": [*[f"{told}, overload: " for told in why.CUT_SETTINGS], *[f"{told}, sustained: " for told in why.SUSTAINED]],
+    "figure5-why": [f"{told}: " for told in why.CUT_SETTINGS],
     "figure8": [
         *[f"{' '.join(of)}/s {system}" for of, system in product(product(MODELS, FEW, "12468"), ("coloc", *SYSTEMS[1:]))],
         *[f"most of dynamic / {system}" for system in ("coloc, chunk 256", "coloc", "disagg", "SLO-aware coloc")],

@@ -49,7 +49,7 @@ COMMANDS: dict[str, Callable[[Bench], Iterable[Row]]] = {
 
 OVER_MANY = ("baselines", "oracle", "overload", "plans")
 """Those of which --workloads and --tbt-slo-ms take a part."""
-SEARCHING = ("baselines", "figure5-why", "figure9", "figure9-why", "oracle", "plans", "table2", "table2-why")
+SEARCHING = ("baselines", "figure9", "figure9-why", "oracle", "plans", "table2", "table2-why")
 """Those that search for capacities, so that they take --repetitions."""
 OF_WHOLE_TRACES = ("figure3", "figure10", "figure10-why")
 """Those that take no --requests."""
