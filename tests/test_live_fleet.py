@@ -310,25 +310,28 @@ def test_no_hand_off_is_looked_at_again_before_all_were() -> None:
 
 
 def test_who_goes_on_alone_as_its_beta_s_instance_is_gone_holds_its_memory() -> None:
+    limits = InstanceLimits(step_ms=95.0, kv_tokens=23_000)
+
     def placed_next(*, gone: bool) -> str:
-        """Where a prompt goes that fits beside the other request's own part only, while another instance is busy."""
-        scheduler = fleet(Policy.dynamic)
-        cut = placed(scheduler, request("cut", prompt=100_000, output=90_000, forced_split=90_000), 0.0)
+        """Where a prompt goes that fits beside what the other request holds by now, and not beside what it is promised."""
+        scheduler = GlobalScheduler(Options(Policy.dynamic), A100)
+        for name in ("a", "b"):
+            scheduler.observe(InstanceState(name, limits=limits))
+        cut = placed(scheduler, request("cut", prompt=10_000, output=12_000, forced_split=9_900), 0.0)
         assert cut.beta is not None
-        scheduler.observe(InstanceState("other", limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
-        scheduler.report_others("other", [other(0, 30_000, 30_100)], 0.0)
+        scheduler.observe(InstanceState("busy", limits=limits))
         if gone:
             scheduler.remove(cut.beta.instance_id)
         scheduler.recut("cut", None, 1.0)
         if not gone:
             scheduler.remove(cut.beta.instance_id)
-        scheduler.report(
-            cut.alpha.instance_id, [Progress(request_id="cut", computed_tokens=100_001, expected_output_tokens=90_000)], 60_000.0
-        )
-        scheduler.report_others("other", [other(0, 30_000, 30_100)], 60_000.0)
-        return placed(scheduler, request("next", prompt=80_000, may_cut=False), 60_000.0).alpha.instance_id
+        decodes = Progress(request_id="cut", computed_tokens=10_001, expected_output_tokens=12_000)
+        scheduler.report(cut.alpha.instance_id, [decodes], 60_000.0)
+        scheduler.report_others("busy", [other(0, 3000, 3010)], 60_000.0)
+        scheduler.check_invariants()
+        return placed(scheduler, request("next", prompt=11_500, output=5, may_cut=False), 60_000.0).alpha.instance_id
 
-    assert placed_next(gone=False) == placed_next(gone=True) == "other"
+    assert placed_next(gone=False) == placed_next(gone=True) == "busy"
 
 
 def test_a_finished_request_leaves_the_timeline() -> None:
