@@ -404,6 +404,13 @@ def test_a_number_that_is_too_large_to_be_counted_with_is_refused(name: str, val
         requests.check_extra_args({name: value}, 10, 20, ["torch"])
 
 
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63)])
+@pytest.mark.parametrize("name", ["dynaserve_class", "somebody_elses"])
+def test_a_number_that_no_message_holds_is_refused(name: str, value: int) -> None:
+    with pytest.raises(BadRequest, match=f"^{name} is {value}, not a whole number of 64 bits$"):
+        requests.check_extra_args({name: value}, 10, 20, ["torch"])
+
+
 def test_the_largest_numbers_of_a_request_are_told_to_an_instance() -> None:
     largest = {"dynaserve_expected_tokens": 2**31 - 1, "dynaserve_ttft_ms": 10**12, "dynaserve_tbt_ms": 1e12}
     requests.check_extra_args(largest, 10, 20, ["torch"])

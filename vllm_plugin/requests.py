@@ -42,6 +42,7 @@ _LEAST_MIN_P = 1e-5
 _MOST_EXPECTED_TOKENS = (1 << 31) - 1
 _MOST_SLO_MS = 1e12
 """As in `dynaserve.messages` (`Tokens`, `Milliseconds`). Whole numbers far beyond fit neither msgpack nor a float."""
+_BEYOND_MSGPACK = 1 << 63
 
 
 def is_slo_ms(value: object) -> TypeGuard[float]:
@@ -105,6 +106,9 @@ def check_extra_args(extra_args: dict[str, Any], prompt_tokens: int | None, max_
         slo_ms = extra_args.get(name)
         if slo_ms is not None and not is_slo_ms(slo_ms):
             raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0 and up to {_MOST_SLO_MS:g}")
+    for name, value in extra_args.items():  # also what is not ours: vLLM hands it to the instances
+        if isinstance(value, int) and not -_BEYOND_MSGPACK < value < _BEYOND_MSGPACK:
+            raise BadRequest(f"{name} is {value!r}, not a whole number of 64 bits")
 
 
 def check_speculation(params: SamplingParams, obstacles: Collection[str | None]) -> None:
