@@ -28,14 +28,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.checkout import commit
+from benchmarks import provenance
 from benchmarks.endings import ending
 from benchmarks.parsers import MAX_CLIENT_LAG_MS, parser_of, words
 from dynaserve.bench import options, replay, simulate, simulate_options, trial
 from dynaserve.bench.capacity import drawn_options
 from dynaserve.bench.exit_status import NOT_TRUSTED, NOTHING_TO_REPORT
 from dynaserve.bench.options import ReplayOptions, positive, seed
-from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import check_replaceable
 from dynaserve.local.fleet import INDEX, LocalFleet
@@ -124,8 +123,7 @@ def main(arguments: Sequence[str]) -> None:
         check_replaceable(args.output / TABLE)
     except ConfigError as error:
         parser.error(str(error))
-    command = shlex.join(["python", "-m", "benchmarks.fidelity", *arguments])
-    print(f"command: {command}\nmachine: {json.dumps(machine())}; commit {commit()}; {fast_dtype()}", flush=True)
+    print(provenance.text(provenance.of("benchmarks.fidelity", arguments, dtype=fast_dtype())), flush=True)
     with ending("bench-fidelity"):
         run(load, args.output)
 

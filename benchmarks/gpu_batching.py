@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -18,13 +16,12 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.checkout import commit
+from benchmarks import provenance
 from benchmarks.endings import ending
 from benchmarks.goals import OURS, line
 from benchmarks.parsers import parser_of, words
 from benchmarks.runs import Trace, replay
 from dynaserve.bench.options import positive, whole
-from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import check_replaceable
 from dynaserve.local.children import Child, start_child, stop_children
@@ -50,8 +47,7 @@ def main(arguments: Sequence[str]) -> None:
         check_replaceable(args.output / STEPS)
     except ConfigError as error:
         parser.error(str(error))
-    command = shlex.join(["python", "-m", "benchmarks.gpu_batching", *arguments])
-    print(f"command: {command}\nmachine: {json.dumps(machine())}; commit {commit()}", flush=True)
+    print(provenance.text(provenance.of("benchmarks.gpu_batching", arguments)), flush=True)
     with ending("gpu_batching"):
         run(args, trace, for_vllm)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,9 +17,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.checkout import commit
+from benchmarks import provenance
 from benchmarks.compare.campaign import Campaign, SystemOf
 from benchmarks.compare.candidates import CANDIDATES, OURS, SLO_COLOCATED
+from benchmarks.endings import ending
 from benchmarks.parsers import add_layers, add_max_client_lag, parser_of
 from dynaserve.bench import client, compare, systems, trial
 from dynaserve.bench.capacity import trial_data
@@ -28,11 +28,10 @@ from dynaserve.bench.options import positive, whole
 from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
-from dynaserve.errors import ConfigError, DynaServeError, NotTrusted
+from dynaserve.errors import ConfigError, NotTrusted
 from dynaserve.files import only_writer, write_in_one_move
 from dynaserve.machine import fast_dtype
 
-FAILED, INTERRUPTED = 1, 130
 RESULTS = "pairs.json"
 DEFAULT = "(default: %(default)s)"
 
@@ -71,24 +70,16 @@ def main(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{campaign.output / RESULTS} holds the runs of another call: take another --output, or delete it")
     except ConfigError as error:
         parser.error(str(error))
-    provenance = {
-        "command": shlex.join(["python", "-m", "benchmarks.pairs", *arguments]),
-        "machine": machine(),
-        "commit": commit(),
-        "dtype": fast_dtype(),
-    }
-    print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
+    told = provenance.of("benchmarks.pairs", arguments, dtype=fast_dtype())
+    print(provenance.text(told), flush=True)
     found: list[PairedRun] = []
     try:
-        with only_writer(campaign.output):
+        with ending("bench-pairs"), only_writer(campaign.output):
             campaign.learn(site)
             for one in run(campaign, rates, range(campaign.seed, campaign.seed + args.seeds), site.system):
                 found.append(one)
                 print(_line(one), flush=True)
-                write(campaign.output / RESULTS, provenance, found)
-    except (DynaServeError, KeyboardInterrupt) as error:
-        print(f"bench-pairs: {str(error) or 'interrupted'}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED) from error
+                write(campaign.output / RESULTS, told, found)
     finally:
         print(f"\n{markdown(campaign.systems, found)}", flush=True)
 

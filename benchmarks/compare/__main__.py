@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,19 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkout import commit
+from benchmarks import provenance
 from benchmarks.compare import table
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import BEHIND_OURS, CANDIDATES, MOST_TOKENS, OURS, SLO_COLOCATED, STOCK, Site
+from benchmarks.endings import FAILED, ending
 from benchmarks.parsers import add_layers, add_max_client_lag, parser_of
 from dynaserve.bench.capacity import MOST_RUNS
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
-from dynaserve.errors import ConfigError, DynaServeError
+from dynaserve.errors import ConfigError
 from dynaserve.files import only_writer, write_in_one_move
 from dynaserve.machine import fast_dtype
 
-FAILED, INTERRUPTED = 1, 130
 SMOKE_TEST = "SMOKE TEST: too few and too short runs for a figure that means anything; it shows that everything works."
 GENERATED = ("sample",)
 """What there is without --traces."""
@@ -82,39 +81,26 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _compare(campaign: Campaign, site: Site, arguments: Sequence[str], *, smoke_test: bool) -> None:
-    provenance = {
-        "command": shlex.join(["python", "-m", "benchmarks.compare", *arguments]),
-        "seed": campaign.seed,
-        "machine": machine(),
-        "commit": commit(),
-        "dtype": fast_dtype(),
-        "smoke_test": smoke_test,
-    }
-    print("\n".join(f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in provenance.items()), flush=True)
-    try:
+    told = provenance.of("benchmarks.compare", arguments, seed=campaign.seed, dtype=fast_dtype(), smoke_test=smoke_test)
+    print(provenance.text(told), flush=True)
+    with ending("bench-compare"):
         campaign.learn(site)
-        campaign.run(site.system, provenance)
-    except DynaServeError as error:
-        print(f"bench-compare: {error}", file=sys.stderr)
-        raise SystemExit(FAILED) from error
-    except KeyboardInterrupt as error:
-        print(f"bench-compare: {str(error) or 'interrupted'}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from error
-    if missing := report(campaign, provenance):
+        campaign.run(site.system, told)
+    if missing := report(campaign, told):
         print(f"bench-compare: not measured: {', '.join(missing)}", file=sys.stderr)
         raise SystemExit(FAILED)
 
 
-def report(campaign: Campaign, provenance: dict[str, Any]) -> list[str]:
-    """Prints the tables and keeps them in the output folder; returns the comparisons that are missing."""
+def report(campaign: Campaign, told: dict[str, Any]) -> list[str]:
+    """Prints the tables and keeps them in the output folder; returns the comparisons that are missing. told: the provenance."""
     found, missing = campaign.found()
     commits = sorted({commit for at_one_slo in found for one in at_one_slo for commit in one.commit.split(", ")})
-    head = [SMOKE_TEST] if provenance["smoke_test"] else []
+    head = [SMOKE_TEST] if told["smoke_test"] else []
     head += [f"measured at several commits: {', '.join(commits)}"] if len(commits) > 1 else []
     text = "\n\n".join([*head, *map(table.markdown, found)])
     print(f"\n{text}", flush=True)
     write_in_one_move(campaign.output / "table.md", f"{text}\n".encode())
-    content = {**provenance, "missing": missing, "slos": [table.data(at_one_slo) for at_one_slo in found]}
+    content = {**told, "missing": missing, "slos": [table.data(at_one_slo) for at_one_slo in found]}
     write_in_one_move(campaign.output / "table.json", json.dumps(content, indent=1).encode())
     return missing
 
