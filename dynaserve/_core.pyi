@@ -438,6 +438,8 @@ class RevisionReason(enum.Enum):
 
     earlier_is_better = 2
 
+    gathers_decodes = 3
+
 class Policy(enum.Enum):
     """How requests are cut when nothing forces a cut."""
 
@@ -812,12 +814,18 @@ class Scheduler:
 
     def revise(self, request_id: str, now_ms: float) -> Revision | None:
         """
-        Whether the hand-off of a request should come elsewhere, or not at all, and enters it; None: it stays.
+        Whether the hand-off of a request should come elsewhere, or not at all, or one that decodes whole be cut, and enters it; None: it stays.
         """
 
     def recut(self, request_id: str, split_token: int | None, now_ms: float) -> None:
         """
         The caller has moved the hand-off, or lifted it (None): it is not revised any more.
+        ValueError: the token is out of range.
+        """
+
+    def cut_whole(self, request_id: str, beta: str, split_token: int, now_ms: float) -> None:
+        """
+        The caller cuts a request that runs whole.
         ValueError: the token is out of range.
         """
 
@@ -1032,10 +1040,14 @@ class PendingHandOff:
 class Revision:
     """Another cut, or none (None), and what it and the old one cost."""
 
-    def __init__(self, split_token: int | None, reason: RevisionReason, *, objective_ms: float, kept_objective_ms: float, hand_off_ms: float = 0.0, probes: int = 0) -> None: ...
+    def __init__(self, split_token: int | None, reason: RevisionReason, *, objective_ms: float, kept_objective_ms: float, hand_off_ms: float = 0.0, probes: int = 0, beta: str | None = None) -> None: ...
 
     @property
     def split_token(self) -> int | None: ...
+
+    @property
+    def beta(self) -> str | None:
+        """Of a request that ran whole."""
 
     @property
     def reason(self) -> RevisionReason: ...
@@ -1171,6 +1183,10 @@ class SimulationResult:
 
     @property
     def lifted(self) -> int: ...
+
+    @property
+    def cut_late(self) -> int:
+        """Requests that had been placed whole."""
 
     @property
     def end_ms(self) -> float: ...

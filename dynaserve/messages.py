@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynaserve.kv_transfer.transport import Name, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Reason, TransferId, cut_reason
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -118,6 +118,15 @@ class Move(msgspec.Struct, frozen=True, tag=True):
     hand_off_at: Tokens | None
 
 
+class Cut(msgspec.Struct, frozen=True, tag=True):
+    """Make an alpha of a request that runs whole: it stops at `hand_off_at`, or as soon as possible if that is computed already, and its
+    KV leaves from now on. Ignored once it is over, or if it was an alpha before."""
+
+    request_id: RequestId
+    hand_off_at: Tokens
+    transfer_id: TransferId
+
+
 class Release(msgspec.Struct, frozen=True, tag=True):
     """The beta has resumed: the alpha may free its blocks. Nothing more is sent for it but `Ended`."""
 
@@ -144,7 +153,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """The front-end is leaving: abort everything of its."""
 
 
-ToInstance = Hello | SenderLost | Run | Announce | Continue | Prepare | Expect | Move | Release | Abort | AddLora | Bye
+ToInstance = Hello | SenderLost | Run | Announce | Continue | Prepare | Expect | Move | Cut | Release | Abort | AddLora | Bye
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,8 @@
       |                    |
       +--------------------+--Refused, Revoked, Lifted, lift()--> WHOLE (the alpha finishes alone)
 
+    WHOLE --cut()--> ALPHA, once, of a request that was placed whole
+
     any, when the instance that it needs has died --> ORPHANED --place_again()--> WHOLE, elsewhere
 
 An orphaned request goes on with the tokens that the client has: another instance computes prompt and tokens anew.  A beta
@@ -20,7 +22,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from dynaserve.global_scheduler import Placement, Revision
+from dynaserve.global_scheduler import MicroRequest, Placement, Revision
 from dynaserve.messages import Ended, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
 from dynaserve.records import KvRecord, MicroRecord, RequestRecord
 from dynaserve.request_placer import Held
@@ -139,6 +141,14 @@ class SendMove:
 
 
 @dataclass(frozen=True, slots=True)
+class SendCut:
+    """A request that runs whole there becomes an alpha."""
+
+    instance_id: str
+    hand_off_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendRelease:
     instance_id: str
 
@@ -173,7 +183,7 @@ class Unavailable:
     status: int
 
 
-ToSend = SendRun | SendAnnounce | SendPrepare | SendContinue | SendMove | SendRelease | SendAbort
+ToSend = SendRun | SendAnnounce | SendPrepare | SendContinue | SendMove | SendCut | SendRelease | SendAbort
 Instruction = PlaceAgain | Unavailable | ToSend | Forward | Fail
 
 
@@ -183,6 +193,8 @@ class RequestFlow:
 
     placement: Placement
     record: RequestRecord
+    kv: KvRecord
+    """The record's, once it is cut."""
     state: State = State.WHOLE
     output_token_ids: list[int] = field(default_factory=list)
     granted: bool = False
@@ -329,6 +341,14 @@ class RequestFlow:
             return False
         return instance_id in (self.placement.alpha.instance_id, beta.instance_id)
 
+    def may_cut_on(self, instance_id: str) -> bool:
+        """Whether it decodes there, whole as it was placed."""
+        return self._is_uncut and bool(self.output_token_ids) and self.placement.alpha.instance_id == instance_id
+
+    @property
+    def _is_uncut(self) -> bool:
+        return self.state is State.WHOLE and self.record.beta is None and not self.attempt
+
     def shows_from(self, instance_id: str) -> bool:
         """Whether a hand-off in the answer is still to come from this instance: then the client waits for the beta's first token."""
         pending = self.placement.alpha.instance_id == instance_id and self.pending_on(instance_id)
@@ -347,7 +367,7 @@ class RequestFlow:
                 return False
 
     def revise(self, revision: Revision, now_ms: float) -> list[Instruction]:
-        """The scheduler's second thoughts about the hand-off."""
+        """The scheduler's second thoughts about the hand-off, or about running whole."""
         self.record.revisions.append(
             {
                 "at_ms": round(now_ms, 3),
@@ -359,6 +379,8 @@ class RequestFlow:
         )
         if revision.split_token is None:
             return self._lift(f"revised: {revision.reason.name}", now_ms)
+        if revision.beta is not None:
+            return self.cut(revision.beta, revision.split_token)
         return self.move(revision.split_token)
 
     def move(self, hand_off_at: int) -> list[Instruction]:
@@ -372,6 +394,21 @@ class RequestFlow:
             SendMove(Side.ALPHA, self.placement.alpha.instance_id, hand_off_at),
             SendMove(Side.BETA, self.placement.beta.instance_id, hand_off_at),
         ]
+
+    def cut(self, beta: str, hand_off_at: int) -> list[Instruction]:
+        """Hands a request that was placed whole over to this instance; too late once it is over: then nothing is sent. One that has been
+        cut, or placed again, is not cut any more."""
+        if not self._is_uncut or beta == self.placement.alpha.instance_id:
+            return []
+        whole = self.placement
+        alpha = MicroRequest(whole.alpha.instance_id, 0, hand_off_at)
+        rest = MicroRequest(beta, hand_off_at, max(whole.end_token, hand_off_at + 1))
+        self.placement = Placement(alpha, rest, whole.reason, whole.prediction)
+        self.state = State.ALPHA
+        self.hand_off_at = self.record.split_token = hand_off_at
+        self.live.add(Side.BETA)
+        self.record.beta, self.record.kv = MicroRecord(beta), self.kv
+        return [SendAnnounce(beta, hand_off_at), SendCut(alpha.instance_id, hand_off_at)]
 
     def lift(self, now_ms: float) -> list[Instruction]:
         """Lets the alpha finish alone, if the beta does not run yet."""
@@ -531,6 +568,7 @@ def new_flow(request_id: str, prompt_tokens: int, placement: Placement, reason: 
     """A flow with its record; `transport` and `block_bytes` describe the KV transfer, if there is one."""
     cut = placement.beta is not None
     record = RequestRecord(request_id, prompt_tokens, placement.split_token if cut else None, reason)
+    kv = KvRecord(transport, block_bytes)
     if cut:
-        record.kv = KvRecord(transport, block_bytes)
-    return RequestFlow(placement, record)
+        record.kv = kv
+    return RequestFlow(placement, record, kv)

@@ -259,6 +259,10 @@ class RequestPlacer:
         """Somebody else moved the hand-off, or lifted it: it is not revised any more."""
         self.scheduler.recut(request_id, hand_off_at, now_ms)
 
+    def cut(self, request_id: str, beta: str, hand_off_at: int, now_ms: float) -> None:
+        """Somebody cut a request that runs whole."""
+        self.scheduler.cut_whole(request_id, beta, hand_off_at, now_ms)
+
     def parked(self, request_id: str, computed_tokens: int, now_ms: float) -> None:
         """The alpha stands at its hand-off point."""
         self.scheduler.parked(request_id, computed_tokens, now_ms)

@@ -65,6 +65,11 @@ class Reservations:
         elif micro.waits and hand_off_at is not None:
             micro.start_token = hand_off_at
 
+    def cut(self, request_id: str, hand_off_at: int) -> None:
+        """A whole request has become an alpha."""
+        if (micro := self._by_id.get(request_id)) is not None:
+            micro.limit_token = hand_off_at
+
     def resumed(self, request_id: str) -> None:
         """A beta has its KV."""
         if (micro := self._by_id.get(request_id)) is not None:

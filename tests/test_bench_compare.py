@@ -57,6 +57,8 @@ def test_cuts_are_counted_over_all_reasons() -> None:
     assert systems.counts_in("# TYPE dynaserve_requests_total counter\n" + "\n".join(lines) + "\n") == CutCounts(7.0, 5.0, 0.0)
     lines.append("dynaserve_lifted_hand_offs_total 2.0")
     assert systems.counts_in("\n".join(lines) + "\n") == CutCounts(7.0, 5.0, 2.0)
+    late = 'dynaserve_revised_hand_offs_total{reason="gathers_decodes"} 3.0'
+    assert systems.counts_in("\n".join([*lines, late]) + "\n") == CutCounts(10.0, 2.0, 2.0), "some were cut on the way"
     assert systems.counts_in("vllm:num_requests_running 3.0\n") is None
 
 

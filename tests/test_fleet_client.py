@@ -29,7 +29,7 @@ from dynaserve import frontend_metrics
 from dynaserve.admission import Admission
 from dynaserve.errors import BadRequest, ConfigError, NoInstance, Overloaded
 from dynaserve.fleet import Instance
-from dynaserve.global_scheduler import GlobalScheduler, Options, Policy
+from dynaserve.global_scheduler import GlobalScheduler, Options, Policy, Revision, RevisionReason
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.length_predictor import LengthPredictor
 from dynaserve.messages import (
@@ -37,6 +37,7 @@ from dynaserve.messages import (
     AddLora,
     Announce,
     Bye,
+    Cut,
     Ended,
     Expect,
     InstanceDescription,
@@ -497,6 +498,88 @@ def test_an_instance_is_told_when_an_answer_will_come_and_again_as_that_comes_ne
 
     table = ProfileTable(Roofline(overhead_ms=300.0, token_ms=1.0, knee_tokens=16.0, pair_ms=0.0, decode_ms=1.0, context_ms=0.0))
     run(scenario, placer=RequestPlacer(GlobalScheduler(Options(Policy.dynamic), table), LengthPredictor(), predicts=True))
+
+
+def test_a_whole_request_is_handed_over_by_hand() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r", extra_args={"dynaserve_split": 0})
+        (second,) = set(NAMES) - {first}
+        assert await fleet.client.cut_whole("nobody's", 15, second) is None
+        await drains(fleet, second, True)
+        for name, why in (("http://c", "is no instance of this fleet"), (second, "is draining, and takes no requests")):
+            with pytest.raises(BadRequest, match=f"{name} {why}"):
+                await fleet.client.cut_whole("r", 15, name)
+        await drains(fleet, second, False)
+        assert await fleet.client.cut_whole("r", 15, first) == 0
+        assert await fleet.client.cut_whole("r", 15, second) == 1
+        (began,) = fleet.runs(first, "r")
+        await until(lambda: any(isinstance(message, Announce) for message in fleet.gateways[second].heard))
+        (announced,) = (message for message in fleet.gateways[second].heard if isinstance(message, Announce))
+        await until(lambda: Cut(began.request_id, 15, announced.transfer_id) in fleet.gateways[first].heard)
+        assert announced.hand_off_at == 15
+        assert await fleet.client.cut_whole("r", 16, second) == 0, "it is cut"
+
+    run(scenario)
+
+
+def test_a_decode_on_an_instance_that_is_kept_free_goes_to_where_decodes_are_gathered() -> None:
+    """Each instance has told of its progress; the scheduler has entered a cut, and the flow follows unless beta's instance is not well."""
+
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r", extra_args={"dynaserve_split": 0})
+        (second,) = set(NAMES) - {first}
+        (began,) = fleet.runs(first, "r")
+        placer, asked = fleet.client._placer, []
+
+        def revise(request_id: str, now_ms: float) -> Revision:
+            asked.append(request_id)
+            placer.scheduler.cut_whole(request_id, second, 18, now_ms)
+            return Revision(18, RevisionReason.gathers_decodes, objective_ms=1.0, kept_objective_ms=90.0, beta=second)
+
+        placer.revise = revise  # type: ignore[method-assign]
+        await tell_load(fleet, first)
+        assert not asked, "it has no token"
+        await fleet.sample(first, began.request_id, [7])
+        await fleet.output()
+        await tell_load(fleet, first)
+        await until(lambda: any(isinstance(message, Cut) for message in fleet.gateways[first].heard))
+        assert asked == ["r"]
+        assert frontend_metrics.REVISED.labels("gathers_decodes")._value.get() >= 1
+
+    async def ill(fleet: Fleet) -> None:
+        first = await fleet.start("r", extra_args={"dynaserve_split": 0})
+        (second,) = set(NAMES) - {first}
+        (began,) = fleet.runs(first, "r")
+        await fleet.sample(first, began.request_id, [7])
+        await fleet.output()
+        await drains(fleet, second, True)
+        placer = fleet.client._placer
+
+        def revise(request_id: str, now_ms: float) -> Revision:
+            placer.scheduler.cut_whole(request_id, second, 18, now_ms)
+            return Revision(18, RevisionReason.gathers_decodes, objective_ms=1.0, kept_objective_ms=90.0, beta=second)
+
+        placer.revise = revise  # type: ignore[method-assign]
+        await tell_load(fleet, first)
+        await fleet.sample(first, began.request_id, [8])
+        await fleet.output()
+        assert not any(isinstance(message, Cut) for message in fleet.gateways[first].heard)
+        assert placer.scheduler.predict_hand_off_ms("r", 1e3 * time.monotonic()) is None, "the scheduler knows"
+
+    for what in (scenario, ill):
+        table = ProfileTable(Roofline(overhead_ms=300.0, token_ms=1.0, knee_tokens=16.0, pair_ms=0.0, decode_ms=1.0, context_ms=0.0))
+        run(what, placer=RequestPlacer(GlobalScheduler(Options(Policy.dynamic), table), LengthPredictor(), predicts=True))
+
+
+async def drains(fleet: Fleet, name: str, does: bool) -> None:
+    fleet.gateways[name].draining = does
+    await until(lambda: (fleet.client.health(name) == "draining") is does)
+
+
+async def tell_load(fleet: Fleet, name: str) -> None:
+    await asyncio.sleep(1e-3 * 1.5 * REPORT_EVERY_MS)
+    await fleet.gateways[name].say(Step([], Load(1, 0, 0.1, [], []), time.monotonic()))
+    await asyncio.sleep(0.1)
 
 
 def test_an_alpha_whose_beta_s_instance_is_told_to_stop_goes_on_alone() -> None:

@@ -34,6 +34,7 @@ from dynaserve.messages import (
     Announce,
     Beat,
     Continue,
+    Cut,
     Ended,
     Expect,
     FromInstance,
@@ -44,6 +45,7 @@ from dynaserve.messages import (
     MeasuredStep,
     Move,
     PromptProgress,
+    Refused,
     Reserved,
     Resumed,
     Run,
@@ -91,7 +93,7 @@ class Engine:
             return {key: value for key, value in known.items() if key not in GATEWAYS_OWN}
         if method == "dynaserve_reservation":
             return msgspec.to_builtins(Granted("beta", 0, 9))
-        return self.moves if method == "dynaserve_move" else None
+        return self.moves if method in ("dynaserve_move", "dynaserve_cut") else None
 
     async def add_request_async(self, request: Any) -> None:
         self.added.append(request)
@@ -305,6 +307,38 @@ def test_a_front_end_hears_what_others_have_reserved() -> None:
         second.close()
 
     run(scenario)
+
+
+def test_a_whole_request_becomes_an_alpha_once_its_engine_agrees() -> None:
+    async def scenario(instance: Instance) -> None:
+        first, second = await instance.link("first", None), await instance.link("second", None)
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        await first.send(Run("r", end_token=20), MsgpackEncoder().encode(request))
+        await second.send(Cut("r", 7, "not mine"))
+        await first.send(Cut("r", instance.description.max_model_len, "t"))
+        instance.engine.moves = False
+        await first.send(Cut("r", 8, "u"))
+        await told(second, [Reserved(0, 2, 20)])
+        instance.engine.moves = True
+        await first.send(Cut("r", 9, "t"))
+        await told(second, [Reserved(0, 2, 9)])
+        await first.send(Run("alpha", 9, "t", end_token=20), MsgpackEncoder().encode(request))
+        await refused(first, "alpha", "transfer id t is in use")
+        calls = [arguments for method, arguments in instance.engine.called if method == "dynaserve_cut"]
+        assert calls == [("r", 8, "u"), ("r", 9, "t")]
+        first.close()
+        second.close()
+
+    run(scenario)
+
+
+async def refused(link: InstanceLink, request_id: str, reason: str) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            message = msgspec.msgpack.decode((await link.receive())[0], type=FromInstance)
+            if isinstance(message, Step) and message.events:
+                assert message.events == [Refused(request_id, reason)]
+                return
 
 
 def test_an_engine_hears_of_whose_transfers_a_peer_was_lost() -> None:

@@ -21,6 +21,7 @@ from dynaserve.request_flow import (
     SendAbort,
     SendAnnounce,
     SendContinue,
+    SendCut,
     SendMove,
     SendPrepare,
     SendRelease,
@@ -172,6 +173,43 @@ def test_second_thoughts_move_or_lift_a_hand_off_and_are_on_record() -> None:
         (7.0, 110, "later_is_better"),
         (9.0, None, "alone_is_better"),
     ]
+
+
+def test_a_whole_request_is_cut_on_the_way_and_handed_over() -> None:
+    flow = running(whole_flow())
+    assert not flow.may_cut_on("a"), "it has no token yet"
+    tell(flow, ALPHA, Tokens([7], None))
+    assert [flow.may_cut_on(name) for name in ("a", "b")] == [True, False]
+    late = Revision(109, RevisionReason.gathers_decodes, objective_ms=50.0, kept_objective_ms=900.0, beta="b")
+    assert flow.revise(late, 7.0) == [SendAnnounce("b", 109), SendCut("a", 109)]
+    assert [(one["hand_off_at"], one["reason"]) for one in flow.record.revisions] == [(109, "gathers_decodes")]
+    assert flow.pending_on("b")
+    assert flow.shows_from("a")
+    assert flow.placement.end_token == 120
+    tell(flow, BETA, Granted("r", 0), Moved("r", "received", 4, 4000, False, 0.0))
+    assert tell(flow, ALPHA, Tokens([8], None), Parked("r", 101)) == [Forward(), SendContinue("b", 101, [7, 8])]
+    assert tell(flow, BETA, Resumed("r")) == [SendRelease("a")]
+    assert flow.record.split_token == 101
+    assert flow.record.kv is not None
+    assert flow.record.kv.bytes == 4000
+
+
+def test_a_request_is_cut_on_the_way_once_and_only_where_it_was_placed_whole() -> None:
+    flow = running(whole_flow())
+    tell(flow, ALPHA, Tokens([7], None))
+    assert flow.cut("a", 110) == [], "it is there"
+    assert flow.cut("b", 110)
+    assert flow.cut("c", 111) == []
+    assert flow.lift(2.0) == [LIFT, SendAbort("b")]
+    assert flow.cut("c", 112) == []
+    assert running(cut_flow()).cut("c", 110) == []
+    lost = running(whole_flow())
+    lost.handle(ALPHA, InstanceDied("a", "gone"), now_ms=2.0)
+    lost.place_again(Placement(MicroRequest("c", 0, 120), None, PlacementReason.colocated), 3.0)
+    assert lost.cut("b", 110) == []
+    over = running(whole_flow())
+    tell(over, ALPHA, Tokens([7], "length"))
+    assert over.cut("b", 110) == []
 
 
 def test_a_hand_off_is_pending_on_both_instances_until_alpha_stands() -> None:
@@ -335,8 +373,10 @@ class Instances:
     def obey(self, instruction: Instruction) -> None:
         match instruction:
             case SendAnnounce():
-                self.say(BETA, Refused("r", "full") if self.refuse else Granted("r", 0))
+                self.queues[BETA].append(Refused("r", "full") if self.refuse else Granted("r", 0))
                 self.live[BETA] = not self.refuse
+            case SendCut(hand_off_at=at):
+                self.lifted, self.stop_at = False, max(at, self.computed + 1)
             case SendMove(side=Side.ALPHA, hand_off_at=None):
                 self.lifted, self.parked = True, False
             case SendMove(side=Side.ALPHA, hand_off_at=int(at)) if not self.parked and not self.lifted:
@@ -364,13 +404,15 @@ class Instances:
     moves=st.integers(0, 3),
     lift=st.booleans(),
     leave=st.booleans(),
+    late=st.booleans(),
 )
 def test_every_order_of_events_forwards_each_token_once_and_ends(
-    seed: int, outputs: int, stop_at: int, refuse: bool, whims: int, moves: int, lift: bool, leave: bool
+    seed: int, outputs: int, stop_at: int, refuse: bool, whims: int, moves: int, lift: bool, leave: bool, late: bool
 ) -> None:
+    """late: it runs whole at first."""
     rng = random.Random(seed)
-    flow = cut_flow(split=stop_at)
-    instances = Instances(100, outputs, stop_at, rng, refuse)
+    flow = whole_flow() if late else cut_flow(split=stop_at)
+    instances = Instances(100, outputs, stop_at, rng, refuse, live={ALPHA: True, BETA: not late}, lifted=late)
     forwarded: list[int] = []
 
     def carry_out(instructions: list[Instruction], event: object = None) -> None:
@@ -387,7 +429,7 @@ def test_every_order_of_events_forwards_each_token_once_and_ends(
         assert flow.record.state == flow.state.value, "the record tells it from its marks"
 
     carry_out(flow.start())
-    asks = ["whim"] * whims + ["move"] * moves + ["lift"] * lift + ["leave"] * leave
+    asks = ["whim"] * whims + ["move"] * moves + ["lift"] * lift + ["leave"] * leave + ["cut"] * late
     left = False
     while any(instances.queues.values()) or instances.can_compute():
         able = [side for side in Side if instances.queues[side]] + ["compute"] * instances.can_compute() + asks
@@ -402,6 +444,8 @@ def test_every_order_of_events_forwards_each_token_once_and_ends(
                     instances.whim()
                 elif ask == "move":
                     carry_out(flow.move(rng.randint(1, 115)))
+                elif ask == "cut":
+                    carry_out(flow.cut("b", stop_at))
                 elif ask == "lift":
                     carry_out(flow.lift(now_ms=1.0))
                 else:

@@ -242,6 +242,24 @@ def test_hand_offs_are_revised_unless_they_are_to_stay() -> None:
     assert sum(use.tokens for use in revised.uses) == sum(use.tokens for use in fixed.uses)
 
 
+def test_what_decodes_already_leaves_the_instance_that_is_to_prefill() -> None:
+    rng = random.Random(1)
+    at_ms = 2000.0 + np.cumsum([rng.expovariate(1 / 270.0) for _ in range(300)])
+    requests = [(100.0 * number, 500, 3000) for number in range(6)]  # nothing is gathered yet
+    requests += [(float(at), rng.randint(1500, 4000), 100) for at in at_ms]
+    instance = engine(Batching.slo, chunk=8192, slo_ms=50.0)
+
+    def fleet(**options: bool) -> SimulationResult:
+        roofline = "12,0.105,160,1.1e-6,0.05,1.3e-4"
+        return run(requests, instance, Options(Policy.dynamic), instances=2, roofline=roofline, kv_token_ms=0.01, **options)
+
+    revised, fixed = fleet(), fleet(revises=False)
+    assert revised.cut_late > 0
+    assert fixed.cut_late == 0
+    assert sum(revised.gap_counts) == sum(output - 1 for _, _, output in requests)
+    assert sum(use.tokens for use in revised.uses) == sum(prompt + output - 1 for _, prompt, output in requests)
+
+
 def test_hand_offs_stay_while_others_wait_though_nobody_comes_any_more() -> None:
     # All of them within 15 s, in which a sixth is done.
     fleet = ("--roofline", "12,0.105,160,0.0000011,0.05,0.00013", "--policy", "dynamic:gather=1", "--batching", "slo", "--tbt-slo-ms", "50")

@@ -83,6 +83,10 @@ def dynaserve_move(self: Any, request_id: str, hand_off_at: int | None) -> bool:
     return bool(self.scheduler.move_hand_off(request_id, hand_off_at))
 
 
+def dynaserve_cut(self: Any, request_id: str, hand_off_at: int, transfer_id: str) -> bool:
+    return bool(self.scheduler.cut_whole(request_id, hand_off_at, transfer_id))
+
+
 def dynaserve_release(self: Any, request_id: str) -> None:
     self.scheduler.release(request_id)
 

@@ -30,13 +30,14 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from dynaserve import fleet, fleet_view, frontend_metrics
 from dynaserve.admission import Admission
-from dynaserve.errors import NoInstance, Overloaded
+from dynaserve.errors import BadRequest, NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
 from dynaserve.fleet_secret import FleetSecret
 from dynaserve.global_scheduler import PlacementReason
 from dynaserve.instance_file import InstanceFile
 from dynaserve.length_predictor import LengthQuery
+from dynaserve.liveness import Health
 from dynaserve.messages import Beat, Dropped, FromInstance, Lifted, LoraAdded, Parked, PromptProgress, Step
 from dynaserve.messages import Event as InstanceEvent
 from dynaserve.records import RecordBook, RequestRecord, TokenGaps
@@ -258,7 +259,7 @@ class FleetClient(Failover):
         flow.record.ttft_slo_ms = ttft_slo_ms if ttft_slo_ms < math.inf else None
         flow.record.gaps = TokenGaps(cut.tbt_ms or self._placer.tbt_slo_ms)
         self.book.add(flow.record)
-        return Live(flow, request, transport, secrets.token_hex(16), arrived_s, cut.chunked)
+        return Live(flow, request, transport, secrets.token_hex(16), arrived_s, cut.chunked, may_cut=obstacle is None)
 
     async def _place(self, facts: RequestFacts, arrived_s: float) -> Decision:
         """Waits for an instance while none takes new requests, for a while."""
@@ -314,13 +315,37 @@ class FleetClient(Failover):
         """What the server offers, once it has started."""
         self._adapters.offered = offered
 
+    async def cut_whole(self, request_id: str, hand_off_at: int, beta: str) -> int | None:
+        """Hands every sequence of this request that runs whole over to this instance.
+
+        Returns how many it was asked for; None: no such request runs. Raises BadRequest, naming the instance, if it takes none.
+        """
+        if beta not in self.instances or self.instances[beta].description.stock:
+            raise BadRequest(f"{beta} is no instance of this fleet that requests can be handed over to")
+        if (health := self.health(beta)) != Health.UP.value:
+            raise BadRequest(f"instance {beta} is {health}, and takes no requests")
+        lives = self._lives_of(request_id)
+        asked = 0
+        for live in lives:
+            alpha = self.instances.get(live.flow.placement.alpha.instance_id)
+            can = live.may_cut and alpha is not None and not alpha.description.stock
+            if can and (instructions := live.flow.cut(beta, hand_off_at)):
+                self._placer.cut(live.internal_id, beta, hand_off_at, 1e3 * time.monotonic())
+                asked += 1
+                await self._carry_out(live, instructions)
+        return asked if lives else None
+
+    def _lives_of(self, request_id: str) -> list[Live]:
+        """Its sequences."""
+        ids = {live: live.flow.record.request_id for live in self._live.values()}
+        return [live for live, name in ids.items() if request_id in (name, name.rpartition("-")[0])]
+
     async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
         """Moves the hand-off point of every sequence of this request, or lifts it (None).
 
         Returns how many sequences it was asked for; None: no such request runs. `RequestRecord` says where each was cut.
         """
-        ids = {live: live.flow.record.request_id for live in self._live.values()}
-        lives = [live for live, name in ids.items() if request_id in (name, name.rpartition("-")[0])]
+        lives = self._lives_of(request_id)
         asked = 0
         for live in lives:
             now_ms = (time.monotonic() - live.arrived_s) * 1000
@@ -510,9 +535,14 @@ class FleetClient(Failover):
         return self._by_instance.get(instance, [])
 
     async def _revise(self, lives: Iterable[Live], instance: str, now_ms: float) -> None:
-        """Asks again about the hand-offs that this instance has a part in, now that its progress is known."""
+        """Asks again about the hand-offs that this instance has a part in, and what decodes whole there, now that its progress is known."""
         for live in lives:
-            if live.flow.pending_on(instance) and (revision := self._placer.revise(live.internal_id, now_ms)):
+            if not (live.flow.pending_on(instance) or live.flow.may_cut_on(instance)):
+                continue
+            if revision := self._placer.revise(live.internal_id, now_ms):
+                if revision.beta is not None and self.health(revision.beta) != Health.UP.value:
+                    self._placer.recut(live.internal_id, None, now_ms)  # it was well when this was planned
+                    continue
                 frontend_metrics.REVISED.labels(revision.reason.name).inc()
                 await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from prometheus_client import REGISTRY
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from dynaserve import live_page
-from dynaserve.errors import ConfigError
+from dynaserve.errors import BadRequest, ConfigError
 from dynaserve.fleet_secret import is_loopback
 from dynaserve.fleet_view import Snapshot
 from dynaserve.frontend_metrics import FleetCollector
@@ -53,14 +53,23 @@ class FleetAnswer:
 
 
 class HandOff(BaseModel):
-    """hand_off_at: the token at which to cut, as vLLM counts `num_computed_tokens`; null lets the alpha finish alone."""
+    """hand_off_at: the token at which to cut, as vLLM counts `num_computed_tokens`; null lets the alpha finish alone. to: the instance that
+    goes on with a request that runs whole, and is cut now."""
 
     hand_off_at: int | None = Field(gt=0, lt=1 << 31)
+    to: str | None = None
+
+    @model_validator(mode="after")
+    def _says_where(self) -> HandOff:
+        if self.to is not None and self.hand_off_at is None:
+            raise ValueError("to is given, and hand_off_at is null: it must be the token at which to cut")
+        return self
 
 
 @dataclass
 class HandOffAnswer:
-    """moved: sequences whose instances were asked to; 0: each of them has been handed over already, or runs whole."""
+    """moved: sequences whose instances were asked to; 0: each of them has been handed over already, or runs whole; with `to`: none of them
+    runs whole on another instance, as it was placed, and may be cut."""
 
     request_id: str
     moved: int
@@ -103,9 +112,18 @@ class FrontendEndpoint:
                 raise HTTPException(404, f"no record of request {request_id}; the last 4096 sequences are kept")
             return RequestAnswer(request_id, [record.to_json() for record in records])
 
-        @router.post("/dynaserve/requests/{request_id}/hand_off", summary="Move the hand-off point of a running request, or lift it")
+        @router.post(
+            "/dynaserve/requests/{request_id}/hand_off", summary="Move the hand-off point of a running request, lift it, or set one"
+        )
         async def hand_off(request_id: str, body: HandOff, request: Request) -> HandOffAnswer:
-            asked = await _client(request).move_hand_off(request_id, body.hand_off_at)
+            client = _client(request)
+            if body.to is not None and body.hand_off_at is not None:
+                try:
+                    asked = await client.cut_whole(request_id, body.hand_off_at, body.to)
+                except BadRequest as error:
+                    raise HTTPException(400, str(error)) from error
+            else:
+                asked = await client.move_hand_off(request_id, body.hand_off_at)
             if asked is None:
                 raise HTTPException(404, f"no request {request_id} is running")
             return HandOffAnswer(request_id, asked)

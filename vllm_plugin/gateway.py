@@ -36,6 +36,7 @@ from dynaserve.messages import (
     Beat,
     Bye,
     Continue,
+    Cut,
     Dropped,
     Ended,
     Event,
@@ -249,6 +250,8 @@ class Gateway:
                 self._call("dynaserve_expect", message.request_id, time.monotonic() + 1e-3 * in_ms)
             case Move() if self._owns(identity, message.request_id):
                 self._spawn(self._move(message))
+            case Cut() if self._owns(identity, message.request_id):
+                self._spawn(self._cut(message))
             case Release() if self._owns(identity, message.request_id):
                 self._call("dynaserve_release", message.request_id)
             case Abort(request_ids=request_ids):
@@ -314,10 +317,8 @@ class Gateway:
     def _obstacle(self, request_id: str, plan: Plan) -> str | None:
         if request_id in self.routes:
             return f"request id {request_id} is in use"
-        if plan.transfer_id is not None and plan.transfer_id in self.transfers.values():
-            return f"transfer id {plan.transfer_id} is in use"
-        if plan.hand_off_at is not None and not 0 < plan.hand_off_at < self.description.max_model_len:
-            return f"hand-off point {plan.hand_off_at} is outside (0, {self.description.max_model_len})"
+        if obstacle := self._no_transfer(plan.transfer_id, plan.hand_off_at):
+            return obstacle
         if plan.role == "alpha" and plan.transfer_id is None:
             return "an alpha needs a transfer id"
         if plan.role == "beta" and len(plan.senders) != len(self.description.workers):
@@ -325,6 +326,14 @@ class Gateway:
         offered = self.description.workers[0].endpoint.transports
         if plan.role == "beta" and plan.transport not in offered:
             return f"transport {plan.transport} is not one of {', '.join(offered)}"
+        return None
+
+    def _no_transfer(self, transfer_id: str | None, hand_off_at: int | None) -> str | None:
+        """Why there cannot be such a one."""
+        if transfer_id is not None and transfer_id in self.transfers.values():
+            return f"transfer id {transfer_id} is in use"
+        if hand_off_at is not None and not 0 < hand_off_at < self.description.max_model_len:
+            return f"hand-off point {hand_off_at} is outside (0, {self.description.max_model_len})"
         return None
 
     def _unfit(self, request: EngineCoreRequest) -> str | None:
@@ -347,6 +356,15 @@ class Gateway:
         """Only the engine knows whether the hand-off can still move there."""
         if await self.engine.call_utility_async("dynaserve_move", message.request_id, message.hand_off_at):
             self.reservations.moved(message.request_id, message.hand_off_at)
+
+    async def _cut(self, message: Cut) -> None:
+        if obstacle := self._no_transfer(message.transfer_id, message.hand_off_at):
+            DROPPED.labels("malformed").inc()
+            logger.warning("dropped a cut: %s", obstacle)
+            return
+        self.transfers[message.request_id] = message.transfer_id
+        if await self.engine.call_utility_async("dynaserve_cut", message.request_id, message.hand_off_at, message.transfer_id):
+            self.reservations.cut(message.request_id, message.hand_off_at)
 
     def _forget(self, request_id: str) -> None:
         self.routes.pop(request_id, None)

@@ -13,7 +13,8 @@ from dynaserve.request_flow import RequestFlow
 @dataclass(eq=False)
 class Live:
     """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances. expect_again_ms: when to look again at
-    when its hand-off, which shows, will come."""
+    when its hand-off, which shows, will come. may_cut: nothing in it
+    stands against that."""
 
     flow: RequestFlow
     request: EngineCoreRequest
@@ -21,6 +22,7 @@ class Live:
     transfer_id: str
     arrived_s: float
     chunked: bool
+    may_cut: bool = True
     expect_again_ms: float = -math.inf
 
     @property

@@ -183,6 +183,15 @@ class MicroRequests:
         self.counts["parked"] += 1
         self.events.append(Parked(micro.request_id, micro.parked_at, micro.cached_tokens))
 
+    def cut(self, micro: MicroRequest, hand_off_at: int, transfer_id: str) -> bool:
+        """A whole request becomes an alpha, of which nothing has left yet. False: it is a beta, or was an alpha before."""
+        if micro.plan.role != "whole":
+            return False
+        micro.plan.role, micro.plan.hand_off_at, micro.plan.transfer_id = "alpha", hand_off_at, transfer_id
+        self.transfers[transfer_id] = micro.request_id
+        self.counts["cut"] += 1
+        return True
+
     def unpark(self, micro: MicroRequest) -> None:
         micro.parked_at = None
         self.parked.pop(micro.request_id, None)

@@ -9,8 +9,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve.fleet_links import FleetLinks
-from dynaserve.messages import Abort, Announce, Continue, Expect, Move, Prepare, Release, Run, ToInstance
-from dynaserve.request_flow import SendAbort, SendAnnounce, SendContinue, SendMove, SendPrepare, SendRelease, SendRun, Side, ToSend
+from dynaserve.messages import Abort, Announce, Continue, Cut, Expect, Move, Prepare, Release, Run, ToInstance
+from dynaserve.request_flow import SendAbort, SendAnnounce, SendContinue, SendCut, SendMove, SendPrepare, SendRelease, SendRun, Side, ToSend
 from vllm_plugin.live import Live
 from vllm_plugin.outputs import resumed
 from vllm_plugin.requests import check_frames
@@ -39,6 +39,8 @@ class Outbox:
                 await self._send(name, Prepare(self._wire_id(live, Side.BETA)))
             case SendMove(side=side, hand_off_at=hand_off_at):
                 await self._send(name, Move(self._wire_id(live, side), hand_off_at))
+            case SendCut(hand_off_at=hand_off_at):
+                await self._send(name, Cut(self._wire_id(live, Side.ALPHA), hand_off_at, live.transfer_id))
             case SendRelease():
                 await self._send(name, Release(self._wire_id(live, Side.ALPHA)))
             case SendAbort():

@@ -139,6 +139,13 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
             return self.move_alpha(micro, request, hand_off_at)
         return micro.is_beta and self.move_beta(micro, hand_off_at)
 
+    def cut_whole(self, request_id: str, hand_off_at: int, transfer_id: str) -> bool:
+        """False: the request is over, or was cut before."""
+        micro, request = self.micro.by_id.get(request_id), self.requests.get(request_id)
+        if micro is None or request is None or micro.ended or not self.micro.cut(micro, hand_off_at, transfer_id):
+            return False
+        return self.move_alpha(micro, request, hand_off_at)
+
     # -- every step ----------------------------------------------------------------------------------------------------
 
     def has_requests(self) -> bool:

@@ -48,7 +48,8 @@ void BindEnums(nb::module_& m) {
   nb::enum_<RevisionReason>(m, "RevisionReason", "Why a hand-off was changed on the way.")
       .value("alone_is_better", RevisionReason::kAloneIsBetter)
       .value("later_is_better", RevisionReason::kLaterIsBetter)
-      .value("earlier_is_better", RevisionReason::kEarlierIsBetter);
+      .value("earlier_is_better", RevisionReason::kEarlierIsBetter)
+      .value("gathers_decodes", RevisionReason::kGathersDecodes);
   nb::enum_<Policy>(m, "Policy", "How requests are cut when nothing forces a cut.")
       .value("colocated", Policy::kColocated)
       .value("disaggregated", Policy::kDisaggregated)
@@ -247,11 +248,13 @@ void BindScheduler(nb::module_& m) {
            "When the alpha of a placed request would reach its cut, as instances are now; None "
            "under policies that do not predict, or where it is not cut.")
       .def("revise", &Scheduler::Revise, "request_id"_a, "now_ms"_a,
-           "Whether the hand-off of a request should come elsewhere, or not at all, and enters it; "
-           "None: it stays.")
+           "Whether the hand-off of a request should come elsewhere, or not at all, or one that "
+           "decodes whole be cut, and enters it; None: it stays.")
       .def("recut", &Scheduler::Recut, "request_id"_a, "split_token"_a.none(), "now_ms"_a,
            "The caller has moved the hand-off, or lifted it (None): it is not revised any more.\n"
            "ValueError: the token is out of range.")
+      .def("cut_whole", &Scheduler::CutWhole, "request_id"_a, "beta"_a, "split_token"_a, "now_ms"_a,
+           "The caller cuts a request that runs whole.\nValueError: the token is out of range.")
       .def("parked", &Scheduler::Parked, "request_id"_a, "computed_tokens"_a, "now_ms"_a,
            "The alpha stands at its hand-off point.\nValueError: the token is out of range.")
       .def("observe_step", &Scheduler::ObserveStep, "instance_id"_a, "shape"_a, "measured_ms"_a,

@@ -1,6 +1,7 @@
 // Python names for the fleet plan and the search of one placement.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
@@ -209,20 +210,22 @@ void BindSearch(nb::module_& m) {
       .def(
           "__init__",
           [](Revision* self, std::optional<std::int64_t> split_token, RevisionReason reason,
-             double objective_ms, double kept_objective_ms, double hand_off_ms, int probes) {
-            new (self)
-                Revision{split_token, reason, objective_ms, kept_objective_ms, hand_off_ms, probes};
+             double objective_ms, double kept_objective_ms, double hand_off_ms, int probes,
+             std::optional<InstanceId> beta) {
+            new (self) Revision{split_token,       std::move(beta), reason, objective_ms,
+                                kept_objective_ms, hand_off_ms,     probes};
           },
           "split_token"_a.none(), "reason"_a, nb::kw_only(), "objective_ms"_a,
-          "kept_objective_ms"_a, "hand_off_ms"_a = 0.0, "probes"_a = 0)
+          "kept_objective_ms"_a, "hand_off_ms"_a = 0.0, "probes"_a = 0, "beta"_a = nb::none())
       .def_ro("split_token", &Revision::split_token)
+      .def_ro("beta", &Revision::beta, "Of a request that ran whole.")
       .def_ro("reason", &Revision::reason)
       .def_ro("objective_ms", &Revision::objective_ms)
       .def_ro("kept_objective_ms", &Revision::kept_objective_ms)
       .def_ro("hand_off_ms", &Revision::hand_off_ms)
       .def_ro("probes", &Revision::probes);
-  AsValue(revision, "split_token", "reason", "objective_ms", "kept_objective_ms", "hand_off_ms",
-          "probes");
+  AsValue(revision, "split_token", "beta", "reason", "objective_ms", "kept_objective_ms",
+          "hand_off_ms", "probes");
   m.def(
       "revise_hand_off",
       [](SplitSearch& search, const PendingHandOff& pending, const SearchRequest& request,

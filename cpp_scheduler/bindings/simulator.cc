@@ -63,6 +63,7 @@ void BindSimulator(nb::module_& m) {
       .def_ro("gap_counts", &SimulationResult::gap_counts)
       .def_ro("moved", &SimulationResult::moved, "Hand-offs, after their placement.")
       .def_ro("lifted", &SimulationResult::lifted)
+      .def_ro("cut_late", &SimulationResult::cut_late, "Requests that had been placed whole.")
       .def_ro("end_ms", &SimulationResult::end_ms);
 
   m.def("gap_bin_ms", &GapBinMs, "bin"_a, "The lower end of a bin of gap_counts.");

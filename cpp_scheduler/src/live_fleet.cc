@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "dynaserve/exhaustive_search.h"
+#include "dynaserve/late_cut.h"
 #include "dynaserve/paper_search.h"
 
 namespace dynaserve {
@@ -369,6 +370,8 @@ void LiveFleet::Enter(const RequestSpec& request, const Placement& placement, do
   entry.arrived_ms = entry.looked_ms = now_ms;
   // Second thoughts are about cuts inside the prompt.
   entry.revisions_left = placement.reason == PlacementReason::kLevelsPrefill ? kMostRevisions : 0;
+  entry.may_cut_late = !placement.beta && request.may_cut && !request.forced_split &&
+                       placement.reason != PlacementReason::kWholeOnly;
   const std::int64_t promised = entry.promised_tokens = PromisedTokens(request);
   const std::int64_t split = placement.split_token();
   const std::int64_t prefill = std::min(split, request.prompt_tokens);
@@ -646,8 +649,9 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   const auto found = entries_.find(request_id);
   if (found == entries_.end()) return std::nullopt;
   Entry& entry = found->second;
-  if (entry.parts.size() < 2 || entry.revisions_left == 0) return std::nullopt;
   if (now_ms - entry.looked_ms < kLookEveryMs) return std::nullopt;
+  if (entry.parts.size() == 1) return ReviseWhole(entry, now_ms);
+  if (entry.revisions_left == 0) return std::nullopt;
   const auto alpha = instances_.find(entry.parts[0].instance_id);
   const auto beta = instances_.find(entry.parts[1].instance_id);
   if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
@@ -678,6 +682,67 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   } else {
     Lift(entry, now_ms);
   }
+  return revision;
+}
+
+// Which is promised the memory.
+void LiveFleet::AddBeta(Entry& entry, const InstanceId& beta) {
+  Part& alpha = entry.parts.front();
+  const std::int64_t promised = alpha.promised_tokens;
+  const auto left = instances_.find(alpha.instance_id);
+  if (left != instances_.end()) left->second.promised_tokens -= promised;
+  instances_.at(beta).promised_tokens += promised;
+  alpha.promised_tokens = 0;
+  entry.parts.push_back({beta, promised});
+  entry.may_cut_late = false;
+}
+
+void LiveFleet::CutWhole(const std::string& request_id, const InstanceId& beta,
+                         std::int64_t split_token, double now_ms) {
+  const auto found = entries_.find(request_id);
+  if (found == entries_.end() || !instances_.contains(beta)) return;
+  Entry& entry = found->second;
+  if (entry.parts.size() > 1 || entry.parts.front().instance_id == beta) return;
+  AddBeta(entry, beta);
+  Recut(request_id, split_token, now_ms);
+}
+
+LiveFleet::Instance* LiveFleet::RoomiestGatherer(InstanceId& instance_id) {
+  Instance* roomiest = nullptr;
+  std::int64_t most = std::numeric_limits<std::int64_t>::min();
+  for (auto& [id, instance] : instances_) {
+    const std::int64_t room = instance.limits.kv_tokens - instance.promised_tokens;
+    if (!instance.gathers || room <= most) continue;
+    roomiest = &instance;
+    most = room;
+    instance_id = id;
+  }
+  return roomiest;
+}
+
+std::optional<Revision> LiveFleet::ReviseWhole(Entry& entry, double now_ms) {
+  if (plan_.gathering == 0 || !entry.may_cut_late) return std::nullopt;
+  Part& part = entry.parts.front();
+  const auto alpha = instances_.find(part.instance_id);
+  if (alpha == instances_.end() || alpha->second.gathers) return std::nullopt;
+  const std::uint64_t key = KeyOf(entry.ordinal, 0);
+  const auto standing = alpha->second.predictor->Find(key, now_ms);
+  if (!standing || standing->prefill_tokens > 0) return std::nullopt;
+  entry.looked_ms = now_ms;
+  InstanceId beta_id;
+  Instance* beta = RoomiestGatherer(beta_id);
+  if (beta == nullptr || !GathererHasRoom(standing->context_tokens, now_ms)) return std::nullopt;
+  const DecodingWhole decoding{
+      Seen(alpha->second, part.promised_tokens), Seen(*beta), key,
+      static_cast<double>(standing->context_tokens - entry.prompt_tokens + 1)};
+  std::optional<Revision> revision = GatherDecode(
+      search_, decoding, entry.request, Circumstances(planned_instances_, now_ms), {}, now_ms);
+  if (!revision) return revision;
+  revision->beta = beta_id;
+  // What is expected of it by now.
+  entry.request.expected_output_tokens = standing->end_token() - entry.prompt_tokens + 1;
+  AddBeta(entry, beta_id);
+  CutAt(entry, *revision->split_token, revision->hand_off_ms, now_ms);
   return revision;
 }
 

@@ -175,6 +175,13 @@ void Scheduler::Recut(const std::string& request_id, std::optional<std::int64_t>
   if (live_) live_->Recut(request_id, split_token, now_ms);
 }
 
+void Scheduler::CutWhole(const std::string& request_id, const InstanceId& beta,
+                         std::int64_t split_token, double now_ms) {
+  ValidateTokens("split_token", split_token);
+  if (split_token == 0) Refuse("split_token is 0; alpha computes at least one token");
+  if (live_) live_->CutWhole(request_id, beta, split_token, now_ms);
+}
+
 void Scheduler::Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms) {
   ValidateTokens("computed_tokens", computed_tokens);
   if (live_) live_->Parked(request_id, computed_tokens, now_ms);

@@ -275,7 +275,10 @@ class Simulation {
       AddProgress(sequence, false);
     }
     scheduler_.Report(ids_[at], progress_, now_ms_);
-    if (options_.revises) Revise(at);
+    if (options_.revises) {
+      Revise(at);
+      CutLate(at);
+    }
     for (const std::uint32_t number : pending_[at]) {
       Expect(number, result_.outcomes[number].split_token);
     }
@@ -316,6 +319,28 @@ class Simulation {
       if (stays) betas_[number] = kNowhere;
       return stays;
     });
+  }
+
+  // Of requests that decode whole there.
+  void CutLate(std::uint32_t at) {
+    whole_.clear();
+    for (const SimulatedSequence& sequence : instances_[at].running()) {
+      const bool is_whole = !sequence.is_beta && betas_[sequence.request] == kNowhere;
+      if (is_whole && sequence.decodes()) whole_.push_back(sequence.request);
+    }
+    for (const std::uint32_t number : whole_) {
+      const auto revision = scheduler_.Revise(std::to_string(number), now_ms_);
+      if (!revision) continue;
+      const SimulatedRequest& request = requests_[number];
+      const std::int64_t last = ComputedTokens(request.prompt_tokens, request.output_tokens);
+      // It ends before.
+      if (*revision->split_token >= last) continue;
+      betas_[number] = index_.at(*revision->beta);
+      const std::int64_t end = instances_[at].MoveEnd(number, *revision->split_token, true);
+      pending_[at].push_back(number);
+      result_.outcomes[number].split_token = end;
+      ++result_.cut_late;
+    }
   }
 
   void Token(std::uint32_t number) {
@@ -371,6 +396,7 @@ class Simulation {
   std::vector<double> heard_shares_;  // by instance: of the SLO, smoothed,
   std::vector<double> used_shares_;   // and what the scheduler goes by
   std::vector<Progress> progress_;
+  std::vector<std::uint32_t> whole_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::uint64_t order_ = 0;
   double now_ms_ = 0.0;

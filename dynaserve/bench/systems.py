@@ -22,6 +22,7 @@ from dynaserve.local.children import Child, start_child, stop_children
 
 _POLL_INTERVAL_S = 0.5
 _CUTS = re.compile(r'^dynaserve_requests_total\{cut="(yes|no)".*\} (\S+)$', re.MULTILINE)
+_CUT_LATE = re.compile(r'^dynaserve_revised_hand_offs_total\{reason="gathers_decodes"\} (\S+)$', re.MULTILINE)
 _LIFTED = re.compile(r"^dynaserve_lifted_hand_offs_total (\S+)$", re.MULTILINE)
 
 
@@ -52,7 +53,8 @@ class System:
 
 @dataclass(frozen=True)
 class CutCounts:
-    """Of all requests that the front-end has placed. lifted: of those with a cut, how many came to no hand-off."""
+    """Of all requests that the front-end has placed. cut: also those that it cut later. lifted: of those with a cut, how many came to no
+    hand-off."""
 
     cut: float
     whole: float
@@ -187,7 +189,8 @@ def counts_in(metrics: str) -> CutCounts | None:
         return None
     found = [(kind, float(value)) for kind, value in _CUTS.findall(metrics)]
     cut, whole = (sum(value for kind, value in found if kind == wanted) for wanted in ("yes", "no"))
-    return CutCounts(cut, whole, sum(map(float, _LIFTED.findall(metrics))))
+    late = sum(map(float, _CUT_LATE.findall(metrics)))
+    return CutCounts(cut + late, whole - late, sum(map(float, _LIFTED.findall(metrics))))
 
 
 def _answers(url: str) -> bool:

@@ -133,7 +133,7 @@ class Soak:
             expected = expected[: expected.index(stop) + 1]
             limits["stop_token_ids"] = [stop]
         prompt = len(question.prompt)
-        split = rng.choice((rng.randrange(prompt), rng.randrange(prompt, prompt + outputs)))
+        split = rng.choice((0, rng.randrange(prompt), rng.randrange(prompt, prompt + outputs)))
         leave_after = rng.randrange(outputs) if rng.random() < 0.15 else None
         got = self._stream(number, self._body(question, limits, split), rng, prompt + outputs, leave_after)
         if got != expected[: len(got)] or (leave_after is None and len(got) != len(expected)):
@@ -148,10 +148,12 @@ class Soak:
     def _stream(self, number: int, body: dict[str, Any], rng: random.Random, length: int, leave_after: int | None) -> list[int]:
         name = f"soak-{self.seed}-{number}"
         tokens: list[int] = []
-        to = rng.randrange(1, length) if rng.random() < 0.7 else None
-        emitted_by_alpha = max(1, body["vllm_xargs"]["dynaserve_split"] - len(body["prompt"]))
+        split = body["vllm_xargs"]["dynaserve_split"]
+        at = rng.randrange(1, length) if rng.random() < 0.7 or not split else None
+        emitted_by_alpha = max(1, (split or length) - len(body["prompt"]))
         move_after = rng.choice((None, 0, rng.randrange(emitted_by_alpha)))  # tokens seen here, some way behind the alpha
-        moves = threading.Timer(0.0 if move_after else rng.random() * 0.05, self._move, (f"cmpl-{name}-0", to))
+        change = self._move if split else self._cut
+        moves = threading.Timer(0.0 if move_after else rng.random() * 0.05, change, (f"cmpl-{name}-0", at))
         if move_after == 0:
             moves.start()
         asked_s = last_s = time.monotonic()
@@ -172,6 +174,19 @@ class Soak:
         self._count("asked")
         assert last_s >= asked_s
         return tokens
+
+    def _cut(self, request_id: str, hand_off_at: int) -> None:
+        """A request that runs whole."""
+        found = httpx.get(f"{self.fleet.url}/dynaserve/requests/{request_id}", timeout=60)
+        if found.status_code != httpx.codes.OK:
+            return  # not placed yet
+        (record,) = found.json()["sequences"]
+        (beta,) = (url for url in self.fleet.instance_urls if url != record["alpha"]["instance"])
+        answer = httpx.post(
+            f"{self.fleet.url}/dynaserve/requests/{request_id}/hand_off", json={"hand_off_at": hand_off_at, "to": beta}, timeout=60
+        )
+        if answer.status_code == httpx.codes.OK and answer.json()["moved"]:
+            self._count("cut late")
 
     def _move(self, request_id: str, hand_off_at: int | None) -> None:
         answer = httpx.post(f"{self.fleet.url}/dynaserve/requests/{request_id}/hand_off", json={"hand_off_at": hand_off_at}, timeout=60)
@@ -206,7 +221,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as logs, small_fleet(Path(logs)) as fleet:
         run = soak(fleet, args.seed, args.requests, args.questions)
         counts = run.hand_off_counts() + run.counts
-    missing = [what for what in (*MUST_HAPPEN, "moved", "lifted by hand", "left") if not counts[what]]
+    missing = [what for what in (*MUST_HAPPEN, "moved", "lifted by hand", "cut late", "left") if not counts[what]]
     assert not missing, f"never happened: {', '.join(missing)}"
     print(f"{args.requests} requests, no token differs, nothing is held")
 

@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "dynaserve/split_search.h"
+#include "dynaserve/types.h"
 
 namespace dynaserve {
 
@@ -31,10 +32,12 @@ enum class RevisionReason {
   kAloneIsBetter,    // alpha finishes the request by itself
   kLaterIsBetter,    // alpha computes more of the prompt
   kEarlierIsBetter,  // beta does
+  kGathersDecodes,   // of a request that ran whole: it is cut in its answer (late_cut.h)
 };
 
 struct Revision {
-  std::optional<std::int64_t> split_token;  // nullopt: the hand-off is lifted
+  std::optional<std::int64_t> split_token;        // nullopt: the hand-off is lifted
+  std::optional<InstanceId> beta = std::nullopt;  // of a request that ran whole
   RevisionReason reason = RevisionReason::kAloneIsBetter;
   double objective_ms = 0.0;
   double kept_objective_ms = 0.0;  // of leaving the cut where it is

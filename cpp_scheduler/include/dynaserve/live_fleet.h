@@ -100,11 +100,18 @@ class LiveFleet {
   // answer is nullopt.  A look at a long queue is dear: of an alpha instance, kMostLooks requests
   // are looked at within that time, each once before any is looked at again, and none before all
   // prefill ahead of it fits into kSoonSteps full steps: until its turn comes, much may change.
+  // Also whether a request that kDynamic placed whole should be cut, once, that decodes where the
+  // plan keeps free of decodes (late_cut.h).
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // Somebody else has moved the hand-off, or lifted it (nullopt): it is theirs from now on, and not
   // revised.  Requests without a beta are ignored.
   void Recut(const std::string& request_id, std::optional<std::int64_t> split_token, double now_ms);
+
+  // Somebody else cuts a request that runs whole, which is theirs from now on.  Others are ignored,
+  // and so are betas that are unknown or run it already.
+  void CutWhole(const std::string& request_id, const InstanceId& beta, std::int64_t split_token,
+                double now_ms);
 
   // alpha stands, with this many tokens computed: beta goes on from there.
   void Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms);
@@ -153,7 +160,8 @@ class LiveFleet {
     SearchRequest request;
     double arrived_ms = 0.0;
     double looked_ms = 0.0;
-    int revisions_left = 0;  // of a hand-off that is nobody else's
+    int revisions_left = 0;     // of a hand-off that is nobody else's
+    bool may_cut_late = false;  // it was placed whole, by nobody's wish
   };
 
   double At(double now_ms);
@@ -171,6 +179,9 @@ class LiveFleet {
   // Of a decode that would take known_ms, if nobody else came.
   double DecodingMs(const Instance& instance, double known_ms, std::int64_t tokens,
                     double now_ms) const;
+  std::optional<Revision> ReviseWhole(Entry& entry, double now_ms);
+  void AddBeta(Entry& entry, const InstanceId& beta);
+  Instance* RoomiestGatherer(InstanceId& instance_id);
   static bool MayLook(Instance& alpha, const Entry& entry, double now_ms);
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);

@@ -72,13 +72,19 @@ class Scheduler {
                     double now_ms);
 
   // Whether the hand-off of a request under way should come elsewhere or not at all
-  // (hand_off_revision.h), and enters the change; to be asked now and then, by policies that
-  // predict only.  nullopt: it stays as it is.
+  // (hand_off_revision.h), or whether one that decodes whole should be cut (late_cut.h), and enters
+  // the change; to be asked now and then, by policies that predict only.  nullopt: it stays as it
+  // is.
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // The caller has moved a request's hand-off, or lifted it (nullopt); it is not revised any more.
   // Throws std::invalid_argument unless split_token is in [1, 2^40].
   void Recut(const std::string& request_id, std::optional<std::int64_t> split_token, double now_ms);
+
+  // The caller cuts a request that runs whole; unknown ids and what was cut before are ignored.
+  // Throws std::invalid_argument unless split_token is in [1, 2^40].
+  void CutWhole(const std::string& request_id, const InstanceId& beta, std::int64_t split_token,
+                double now_ms);
 
   // The alpha of a request stands at its hand-off point.
   void Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms);

@@ -72,6 +72,7 @@ struct SimulationResult {
   std::vector<InstanceUse> uses;           // by instance
   std::vector<std::int64_t> gap_counts;    // by bin, see GapBinMs()
   std::int64_t moved = 0, lifted = 0;      // hand-offs, after their placement
+  std::int64_t cut_late = 0;               // requests that had been placed whole
   double end_ms = 0.0;
 };
 

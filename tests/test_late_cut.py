@@ -1,0 +1,182 @@
+"""Requests that were placed whole, and decode where the fleet plan wants no decodes: when they are cut, through the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynaserve.execution_predictor import InstanceLimits
+from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Options, Policy, Progress, RequestSpec, RevisionReason
+from dynaserve.step_latency import ProfileTable, Roofline
+
+TABLE = ProfileTable(Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4))
+GATHERS, FREE = "i0", "i1"
+PROMPT = 500
+NOW_MS = 20_000.0
+
+
+def progress(request_id: str, computed: int, expected: int) -> Progress:
+    return Progress(request_id=request_id, computed_tokens=computed, expected_output_tokens=expected)
+
+
+@dataclass
+class Fleet:
+    """Of two instances, the first of which gathers; a request decodes on the other one, whole. prompts_per_s: of 2,000 tokens each, which
+    are over as soon as they have come. gathered: decodes on the first."""
+
+    gathered: int = 10
+    context: int = 1000
+    prompts_per_s: float = 8.0
+    policy: Policy = Policy.dynamic
+    may_cut: bool = True
+    forced: bool = False
+    scheduler: GlobalScheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scheduler = GlobalScheduler(Options(self.policy, gathering=1), TABLE)
+        self.accept(GATHERS)
+        self.accept(FREE, False)
+        for number in range(self.gathered):
+            self.place(f"gathered-{number}", self.context, 400)
+        self.accept(FREE)
+        count = int(self.prompts_per_s * NOW_MS / 1e3)
+        for number in range(count):
+            self.place(f"prompt-{number}", 2000, 1, NOW_MS * number / count)
+            self.scheduler.finish(f"prompt-{number}", NOW_MS * number / count)
+        self.accept(GATHERS, False)
+        self.place("r", PROMPT, 30, NOW_MS, may_cut=self.may_cut, forced_split=0 if self.forced else None)
+        self.accept(GATHERS)
+        self.tell_gathered()
+        self.place("plans", 2000, 1, NOW_MS + 300.0)
+        self.scheduler.finish("plans", NOW_MS + 300.0)
+
+    def accept(self, name: str, accepts: bool = True) -> None:
+        self.scheduler.observe(InstanceState(name, accepts, InstanceLimits(step_ms=47.5, kv_tokens=400_000)))
+
+    def place(
+        self, name: str, prompt: int, output: int, now_ms: float = 0.0, *, may_cut: bool = False, forced_split: int | None = None
+    ) -> None:
+        spec = RequestSpec(
+            request_id=name,
+            prompt_tokens=prompt,
+            max_output_tokens=output,
+            expected_output_tokens=output,
+            may_cut=may_cut,
+            forced_split=forced_split,
+        )
+        placement = self.scheduler.place(spec, now_ms)
+        assert placement is not None
+        assert name != "r" or (placement.alpha.instance_id == FREE and placement.beta is None)
+        if name == "plans":
+            assert placement.prediction is not None
+            assert placement.prediction.gathering == 1
+
+    def tell_gathered(self) -> None:
+        told = [progress(f"gathered-{number}", self.context + 50, 400) for number in range(self.gathered)]
+        self.scheduler.report(GATHERS, told, NOW_MS + 200.0)
+
+    def tell(self, emitted: int, expected: int, now_ms: float = NOW_MS + 500.0) -> None:
+        """Of the request on the instance that is kept free."""
+        self.scheduler.report(FREE, [progress("r", PROMPT + emitted - 1, expected)], now_ms)
+
+
+def test_an_answer_that_outgrows_what_was_expected_goes_where_decodes_are_gathered() -> None:
+    fleet = Fleet()
+    fleet.tell(40, 2000)
+    revision = fleet.scheduler.revise("r", NOW_MS + 500.0)
+    assert revision is not None
+    assert (revision.reason, revision.beta) == (RevisionReason.gathers_decodes, GATHERS)
+    assert revision.split_token is not None
+    assert PROMPT + 40 < revision.split_token < PROMPT + 80
+    assert revision.objective_ms < revision.kept_objective_ms
+    at_ms = fleet.scheduler.predict_hand_off_ms("r", NOW_MS + 500.0)
+    assert at_ms is not None
+    assert NOW_MS + 500.0 < at_ms < revision.hand_off_ms
+    end_ms = fleet.scheduler.predict_end_ms("r", NOW_MS + 500.0)
+    assert end_ms is not None
+    assert end_ms > revision.hand_off_ms
+    fleet.scheduler.check_invariants()
+    assert fleet.scheduler.revise("r", NOW_MS + 5000.0) is None, "it is cut once"
+    fleet.scheduler.parked("r", revision.split_token, NOW_MS + 900.0)
+    fleet.scheduler.report(FREE, [], NOW_MS + 1000.0)
+    fleet.scheduler.finish("r", NOW_MS + 2000.0)
+    fleet.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("what", "fleet", "emitted", "expected"),
+    [
+        ("it is about to end", Fleet(), 40, 45),
+        ("it has not begun to decode", Fleet(), 100 - PROMPT, 2000),
+        ("prompts do not press", Fleet(prompts_per_s=1.0), 40, 2000),
+        ("those that decode where decodes are gathered leave no room", Fleet(gathered=240), 40, 2000),
+        ("it must not be cut", Fleet(may_cut=False), 40, 2000),
+        ("its caller wants it whole", Fleet(forced=True), 40, 2000),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_a_request_stays_whole(what: str, fleet: Fleet, emitted: int, expected: int) -> None:
+    fleet.tell(emitted, expected)
+    assert fleet.scheduler.revise("r", NOW_MS + 500.0) is None, what
+    fleet.scheduler.check_invariants()
+
+
+def test_what_decodes_where_decodes_are_gathered_stays_there() -> None:
+    fleet = Fleet()
+    assert all(fleet.scheduler.revise(f"gathered-{number}", NOW_MS + 500.0) is None for number in range(10))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    emitted=st.integers(1, 400),
+    more=st.integers(1, 4000),
+    gathered=st.integers(0, 60),
+    ends=st.sampled_from(["parks", "lifted", "finished", "beta removed", "alpha removed"]),
+)
+def test_the_books_are_kept_whatever_becomes_of_a_late_cut(emitted: int, more: int, gathered: int, ends: str) -> None:
+    fleet = Fleet(gathered=gathered)
+    scheduler, now_ms = fleet.scheduler, NOW_MS + 500.0
+    fleet.tell(emitted, emitted + more)
+    revision = scheduler.revise("r", now_ms)
+    if revision is None:
+        return
+    assert revision.split_token is not None
+    assert PROMPT + emitted - 1 < revision.split_token < PROMPT + emitted + more - 1
+    match ends:
+        case "parks":
+            scheduler.parked("r", revision.split_token, now_ms + 50.0)
+        case "lifted":
+            scheduler.recut("r", None, now_ms + 50.0)
+        case "beta removed":
+            scheduler.remove(GATHERS)
+        case "alpha removed":
+            scheduler.remove(FREE)
+    scheduler.check_invariants()
+    assert scheduler.revise("r", now_ms + 1000.0) is None
+    scheduler.finish("r", now_ms + 2000.0)
+    scheduler.check_invariants()
+
+
+def test_somebody_may_cut_a_whole_request_once() -> None:
+    fleet = Fleet(prompts_per_s=1.0)
+    scheduler, now_ms = fleet.scheduler, NOW_MS + 500.0
+    fleet.tell(10, 100)
+    for request_id, beta in (("unknown", GATHERS), ("r", "unknown"), ("r", FREE)):
+        scheduler.cut_whole(request_id, beta, PROMPT + 20, now_ms)
+        assert scheduler.predict_hand_off_ms("r", now_ms) is None
+    scheduler.cut_whole("r", GATHERS, PROMPT + 20, now_ms)
+    at_ms = scheduler.predict_hand_off_ms("r", now_ms)
+    assert at_ms is not None
+    scheduler.cut_whole("r", GATHERS, PROMPT + 80, now_ms)
+    assert scheduler.predict_hand_off_ms("r", now_ms) == at_ms
+    scheduler.check_invariants()
+    with pytest.raises(ValueError, match="split_token is 0"):
+        scheduler.cut_whole("r", GATHERS, 0, now_ms)
+    colocated = GlobalScheduler(Options(Policy.colocated))
+    colocated.observe(InstanceState("a"))
+    colocated.place(RequestSpec(request_id="r", prompt_tokens=10, max_output_tokens=10, expected_output_tokens=10), 0.0)
+    colocated.cut_whole("r", "b", 5, 1.0)
+    colocated.check_invariants()
