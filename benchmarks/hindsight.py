@@ -113,7 +113,8 @@ def _times(record: Mapping[str, Any], first: Mapping[str, Any], run: Sequence[tu
 
 
 def _is_cut(record: Mapping[str, Any]) -> bool:
-    return record["split_token"] is not None and record["lifted"] is None
+    """Also handed over: an answer may end before its cut."""
+    return record["split_token"] is not None and record["lifted"] is None and "beta_resumed" in record["timeline_ms"]
 
 
 def _hand_over_ms(record: Mapping[str, Any]) -> float:

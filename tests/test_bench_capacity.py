@@ -159,6 +159,22 @@ def test_a_queue_behind_the_first_token_is_seen() -> None:
     assert verdict(records) == "longest gap grows by 0.10 s per s"
 
 
+def test_a_queue_in_which_the_first_wait_for_the_last_is_seen() -> None:
+    records = []
+    for index in range(800):
+        one = record(index, index * 0.1, 0.1, tokens=300)
+        if index % 4 == 0:  # it loses its memory, and goes on when nobody comes any more
+            one = replace(one, token_times_s=[*one.token_times_s[:10], *(100.0 + 0.02 * token for token in range(290))])
+        records.append(one)
+    found = judged([records], SLO)
+    assert found.reason is not None
+    assert found.reason.startswith("longest gap falls by 0.2")
+    assert not found.is_open
+    assert found.promising_share == pytest.approx(0.8, abs=0.05)
+    cold = [record(index, index * 0.1, 0.1, gap_s=0.5 if index < 2 else 0.02, tokens=300) for index in range(200)]
+    assert verdict(cold) is None, "the first answers of a cold server are slow"
+
+
 def test_answers_that_take_longer_as_batches_fill_wait_in_no_queue() -> None:
     records = [record(index, index * 0.4, 0.3, gap_s=0.02 + 0.0005 * index, tokens=300) for index in range(100)]
     assert records[-1].e2e_ms == pytest.approx(300 + 299 * 69.5)

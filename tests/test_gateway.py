@@ -332,6 +332,27 @@ def test_a_whole_request_becomes_an_alpha_once_its_engine_agrees() -> None:
     run(scenario)
 
 
+def test_a_cut_that_meets_the_end_of_its_request_leaves_nothing_behind() -> None:
+    async def scenario(instance: Instance) -> None:
+        link = await instance.link("front-end", None)
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        await link.send(Run("r", end_token=20), MsgpackEncoder().encode(request))
+        await link.send(Run("alpha", 9, "t", end_token=20), MsgpackEncoder().encode(request))
+        await until(lambda: len(instance.engine.added) == 2)
+        instance.gateway._forget("r")
+        await instance.gateway._cut(Cut("r", 9, "u"))
+        await instance.gateway._cut(Cut("alpha", 12, "v"))
+        assert instance.gateway.transfers == {"alpha": "t"}
+        instance.engine.moves = False
+        await link.send(Run("whole", end_token=20), MsgpackEncoder().encode(request))
+        await link.send(Cut("whole", 9, "w"))
+        await until(lambda: ("dynaserve_cut", ("whole", 9, "w")) in instance.engine.called)
+        await until(lambda: instance.gateway.transfers == {"alpha": "t"})
+        link.close()
+
+    run(scenario)
+
+
 async def refused(link: InstanceLink, request_id: str, reason: str) -> None:
     async with asyncio.timeout(30):
         while True:

@@ -18,8 +18,8 @@ PROMPT = 500
 NOW_MS = 20_000.0
 
 
-def progress(request_id: str, computed: int, expected: int) -> Progress:
-    return Progress(request_id=request_id, computed_tokens=computed, expected_output_tokens=expected)
+def progress(request_id: str, computed: int, expected: int, *, begun: bool = True) -> Progress:
+    return Progress(request_id=request_id, computed_tokens=computed, expected_output_tokens=expected, begun=begun)
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Fleet:
     policy: Policy = Policy.dynamic
     may_cut: bool = True
     forced: bool = False
+    others: int = 0
     scheduler: GlobalScheduler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,6 +49,8 @@ class Fleet:
             self.scheduler.finish(f"prompt-{number}", NOW_MS * number / count)
         self.accept(GATHERS, False)
         self.place("r", PROMPT, 30, NOW_MS, may_cut=self.may_cut, forced_split=0 if self.forced else None)
+        for number in range(self.others):
+            self.place(f"other-{number}", PROMPT, 30, NOW_MS, may_cut=True)
         self.accept(GATHERS)
         self.tell_gathered()
         self.place("plans", 2000, 1, NOW_MS + 300.0)
@@ -124,6 +127,55 @@ def test_a_request_stays_whole(what: str, fleet: Fleet, emitted: int, expected: 
     fleet.scheduler.check_invariants()
 
 
+def test_one_is_cut_after_the_other() -> None:
+    fleet = Fleet(others=3)
+    now_ms = NOW_MS + 500.0
+    names = ["r", "other-0", "other-1", "other-2"]
+    fleet.scheduler.report(FREE, [progress(name, PROMPT + 39, 2000) for name in names], now_ms)
+    first = [fleet.scheduler.revise(name, now_ms) for name in names]
+    (revision,) = (one for one in first if one is not None)
+    then_ms = revision.hand_off_ms + 1.0
+    fleet.scheduler.report(FREE, [progress(name, PROMPT + 60, 2000) for name in names], then_ms)
+    assert sum(fleet.scheduler.revise(name, then_ms) is not None for name in names) == 1
+    fleet.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("name", [GATHERS, FREE])
+def test_nothing_is_cut_from_or_to_an_instance_that_takes_no_new_requests(name: str) -> None:
+    fleet = Fleet()
+    fleet.tell(40, 2000)
+    fleet.accept(name, False)
+    assert fleet.scheduler.revise("r", NOW_MS + 500.0) is None
+    fleet.accept(name)
+    assert fleet.scheduler.revise("r", NOW_MS + 800.0) is not None
+
+
+def test_what_an_instance_gathers_is_not_cut_when_it_comes_back() -> None:
+    fleet = Fleet()
+    fleet.accept(GATHERS, False)
+    fleet.place("meanwhile", 2000, 1, NOW_MS + 400.0)
+    fleet.accept(GATHERS)
+    fleet.place("plans", 2000, 1, NOW_MS + 410.0)
+    assert all(fleet.scheduler.revise(f"gathered-{number}", NOW_MS + 700.0) is None for number in range(10))
+
+
+def test_an_answer_goes_on_elsewhere_while_prompts_wait_though_nobody_comes_any_more() -> None:
+    def revision(waiting: int) -> object:
+        fleet = Fleet(prompts_per_s=1.0)
+        fleet.accept(GATHERS, False)
+        for number in range(waiting):
+            fleet.place(f"waits-{number}", 8000, 1, NOW_MS + 310.0)
+        fleet.accept(GATHERS)
+        fleet.place("plans", 16, 1, NOW_MS + 60_000.0)  # by then no arrival counts
+        fleet.scheduler.finish("plans", NOW_MS + 60_000.0)
+        told = [progress(f"waits-{number}", 0, 1, begun=False) for number in range(waiting)]
+        fleet.scheduler.report(FREE, [progress("r", PROMPT + 39, 200), *told], NOW_MS + 60_000.0)
+        return fleet.scheduler.revise("r", NOW_MS + 60_100.0)
+
+    assert revision(0) is None
+    assert revision(40) is not None
+
+
 def test_what_decodes_where_decodes_are_gathered_stays_there() -> None:
     fleet = Fleet()
     assert all(fleet.scheduler.revise(f"gathered-{number}", NOW_MS + 500.0) is None for number in range(10))
@@ -177,6 +229,13 @@ def test_somebody_may_cut_a_whole_request_once() -> None:
         scheduler.cut_whole("r", GATHERS, 0, now_ms)
     colocated = GlobalScheduler(Options(Policy.colocated))
     colocated.observe(InstanceState("a"))
+    colocated.observe(InstanceState("b", accepts_new=False))
     colocated.place(RequestSpec(request_id="r", prompt_tokens=10, max_output_tokens=10, expected_output_tokens=10), 0.0)
-    colocated.cut_whole("r", "b", 5, 1.0)
+    assert [colocated.reserved_tokens(name) for name in ("a", "b")] == [19, 0]
+    for _ in range(2):
+        colocated.cut_whole("r", "b", 5, 1.0)
+        assert [colocated.reserved_tokens(name) for name in ("a", "b")] == [5, 14]
+    colocated.check_invariants()
+    colocated.finish("r", 2.0)
+    assert [colocated.reserved_tokens(name) for name in ("a", "b")] == [0, 0]
     colocated.check_invariants()

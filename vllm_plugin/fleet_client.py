@@ -320,8 +320,11 @@ class FleetClient(Failover):
 
         Returns how many it was asked for; None: no such request runs. Raises BadRequest, naming the instance, if it takes none.
         """
+        beta = beta.rstrip("/")
         if beta not in self.instances or self.instances[beta].description.stock:
             raise BadRequest(f"{beta} is no instance of this fleet that requests can be handed over to")
+        if (obstacle := self.instances[beta].description.cut_obstacle) is not None:
+            raise BadRequest(f"requests cannot be handed over to instance {beta}: {obstacle}")
         if (health := self.health(beta)) != Health.UP.value:
             raise BadRequest(f"instance {beta} is {health}, and takes no requests")
         lives = self._lives_of(request_id)
@@ -540,11 +543,15 @@ class FleetClient(Failover):
             if not (live.flow.pending_on(instance) or live.flow.may_cut_on(instance)):
                 continue
             if revision := self._placer.revise(live.internal_id, now_ms):
-                if revision.beta is not None and self.health(revision.beta) != Health.UP.value:
-                    self._placer.recut(live.internal_id, None, now_ms)  # it was well when this was planned
+                if revision.beta is not None and not self._takes_over(revision.beta):
+                    self._placer.recut(live.internal_id, None, now_ms)
                     continue
                 frontend_metrics.REVISED.labels(revision.reason.name).inc()
                 await self._carry_out(live, live.flow.revise(revision, now_ms - 1e3 * live.arrived_s))
+
+    def _takes_over(self, instance: str) -> bool:
+        """Whether requests can be handed over to this one now; it may have joined after they came."""
+        return self.health(instance) == Health.UP.value and self.instances[instance].description.cut_obstacle is None
 
     async def _expect(self, live: Live, alpha: str, now_ms: float) -> None:
         """Tells the beta's instance when the alpha of a hand-off that shows is going to stop there."""

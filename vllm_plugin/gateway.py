@@ -358,6 +358,9 @@ class Gateway:
             self.reservations.moved(message.request_id, message.hand_off_at)
 
     async def _cut(self, message: Cut) -> None:
+        """Of a request that is not over meanwhile, and has no transfer."""
+        if message.request_id not in self.routes or message.request_id in self.transfers:
+            return
         if obstacle := self._no_transfer(message.transfer_id, message.hand_off_at):
             DROPPED.labels("malformed").inc()
             logger.warning("dropped a cut: %s", obstacle)
@@ -365,6 +368,8 @@ class Gateway:
         self.transfers[message.request_id] = message.transfer_id
         if await self.engine.call_utility_async("dynaserve_cut", message.request_id, message.hand_off_at, message.transfer_id):
             self.reservations.cut(message.request_id, message.hand_off_at)
+        elif self.transfers.get(message.request_id) == message.transfer_id:
+            del self.transfers[message.request_id]
 
     def _forget(self, request_id: str) -> None:
         self.routes.pop(request_id, None)

@@ -1,5 +1,6 @@
 #include "dynaserve/fleet_state.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace dynaserve {
@@ -47,6 +48,22 @@ void FleetState::Release(const std::string& request_id) {
     EraseIfUnused(reservation.instance_id);
   }
   reservations_.erase(found);
+}
+
+void FleetState::Split(const std::string& request_id, const InstanceId& beta,
+                       std::int64_t split_token) {
+  const auto found = reservations_.find(request_id);
+  const auto to = instances_.find(beta);
+  if (found == reservations_.end() || found->second.size() != 1 || to == instances_.end()) return;
+  Reservation& alpha = found->second.front();
+  if (alpha.instance_id == beta) return;
+  const std::int64_t moved = std::max<std::int64_t>(0, alpha.tokens - split_token);
+  alpha.tokens -= moved;
+  instances_.at(alpha.instance_id).reserved_tokens -= moved;
+  found->second.push_back({beta, moved});
+  to->second.reserved_tokens += moved;
+  to->second.num_reservations += 1;
+  to->second.last_reserved = ++num_taken_;
 }
 
 bool FleetState::IsReserved(const std::string& request_id) const {

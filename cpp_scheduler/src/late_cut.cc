@@ -8,6 +8,7 @@ namespace {
 
 // An instance that prefills for less of its time has some to spare beside decodes.
 constexpr double kLeastPressure = 0.75;
+constexpr double kMostSteps = 1e9;
 
 // What is left of it, as if all that is computed had been its prompt.
 SearchRequest RestOf(const SearchRequest& request, const VirtualRequest& standing) {
@@ -30,13 +31,23 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
   ExecutionPredictor& to = *decoding.beta.predictor;
   const auto standing = from.Find(decoding.alpha_key, now_ms);
   if (!standing || standing->prefill_tokens > 0) return std::nullopt;
-  if (options.prefill_pressure < kLeastPressure) return std::nullopt;
   const SearchRequest rest = RestOf(request, *standing);
   SearchInstance alpha = decoding.alpha;
   alpha.own_key = decoding.alpha_key;
   Outcome stays = search.PriceDecoding(alpha, rest, options, now_ms);
+  const double step_limit_ms = from.limits().step_ms;
+  const double beside_ms = std::isfinite(step_limit_ms)
+                               ? std::max(stays.decode_step_ms, step_limit_ms)
+                               : stays.decode_step_ms;
+  const double lasts_ms = static_cast<double>(standing->decode_tokens) * beside_ms;
+  const double from_queue_ms = from.PrefillFreeMs(now_ms) - now_ms;
+  // When nobody comes any more, those who wait are still there.
+  const bool presses =
+      options.prefill_pressure >= kLeastPressure || from_queue_ms >= kLeastPressure * lasts_ms;
+  if (!presses || !(stays.decode_step_ms > 0.0)) return std::nullopt;
   const double kv_ms = options.kv_token_ms * static_cast<double>(standing->context_tokens);
-  const std::int64_t more = kLateCutTokens + std::llround(std::ceil(kv_ms / stays.decode_step_ms));
+  const std::int64_t more =
+      kLateCutTokens + std::llround(std::ceil(std::min(kv_ms / stays.decode_step_ms, kMostSteps)));
   const std::int64_t left = standing->decode_tokens - more;
   if (left < 1) return std::nullopt;
   stays.alpha_decode_tokens = decoding.emitted_tokens;
@@ -56,7 +67,6 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
   const double step_ms =
       to.cost_scale() * to.table().StepMs({0, 0.0, decodes, std::llround(context)});
   if (std::max(goes.decode_step_ms, step_ms) > to.limits().step_ms) return std::nullopt;
-  const double from_queue_ms = from.PrefillFreeMs(now_ms) - now_ms;
   const double to_queue_ms = to.PrefillFreeMs(now_ms) - now_ms;
   const double running_ms =
       to_queue_ms > 0.0 ? std::max(goes.decode_step_ms, to.limits().step_ms) : goes.decode_step_ms;

@@ -99,11 +99,15 @@ double LiveFleet::At(double now_ms) { return now_ms_ = std::max(now_ms_, now_ms)
 
 void LiveFleet::Observe(const InstanceState& instance) {
   const auto found = instances_.find(instance.instance_id);
-  if (found != instances_.end() && found->second.limits == instance.limits) return;
+  if (found != instances_.end()) {
+    found->second.accepts_new = instance.accepts_new;
+    if (found->second.limits == instance.limits) return;
+  }
   auto predictor = std::make_unique<ExecutionPredictor>(*table_, instance.limits);
   if (found == instances_.end()) planned_ms_ = kNeverPlanned;  // for others
   Instance& known = instances_[instance.instance_id];
   known.limits = instance.limits;
+  known.accepts_new = instance.accepts_new;
   Install(known, std::move(predictor));
 }
 
@@ -239,7 +243,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
     return a.decodes > b.decodes;
   });
   std::int64_t left = plan_.gathering;
-  for (auto& [id, instance] : instances_) instance.gathers = false;
+  // One that takes no new requests for a moment is not kept free of those that it has.
   for (const Gatherer& gatherer : order) gatherer.instance->gathers = left-- > 0;
 }
 
@@ -261,7 +265,7 @@ bool LiveFleet::GathererHasRoom(std::int64_t prompt_tokens, double now_ms) {
   if (!plan_.is_short_of_room) return true;
   return std::ranges::any_of(instances_, [&](auto& known) {
     Instance& instance = known.second;
-    if (!instance.gathers) return false;
+    if (!instance.gathers || !instance.accepts_new) return false;
     const InstanceLimits& limits = instance.limits;
     const ExecutionPredictor::Load load = instance.predictor->LoadThen(now_ms);
     return load.decodes < limits.max_requests &&
@@ -703,8 +707,18 @@ void LiveFleet::CutWhole(const std::string& request_id, const InstanceId& beta,
   if (found == entries_.end() || !instances_.contains(beta)) return;
   Entry& entry = found->second;
   if (entry.parts.size() > 1 || entry.parts.front().instance_id == beta) return;
+  const auto alpha = instances_.find(entry.parts.front().instance_id);
+  if (alpha != instances_.end()) {
+    const auto standing = alpha->second.predictor->Find(KeyOf(entry.ordinal, 0), now_ms);
+    // What is expected of it by now.
+    if (standing) {
+      entry.request.expected_output_tokens =
+          std::max<std::int64_t>(1, standing->end_token() - entry.prompt_tokens + 1);
+    }
+  }
   AddBeta(entry, beta);
-  Recut(request_id, split_token, now_ms);
+  // Nothing has left yet.
+  CutAt(entry, split_token, CutReadyMs(entry, split_token, split_token, now_ms), now_ms);
 }
 
 LiveFleet::Instance* LiveFleet::RoomiestGatherer(InstanceId& instance_id) {
@@ -712,7 +726,7 @@ LiveFleet::Instance* LiveFleet::RoomiestGatherer(InstanceId& instance_id) {
   std::int64_t most = std::numeric_limits<std::int64_t>::min();
   for (auto& [id, instance] : instances_) {
     const std::int64_t room = instance.limits.kv_tokens - instance.promised_tokens;
-    if (!instance.gathers || room <= most) continue;
+    if (!instance.gathers || !instance.accepts_new || room <= most) continue;
     roomiest = &instance;
     most = room;
     instance_id = id;
@@ -724,11 +738,14 @@ std::optional<Revision> LiveFleet::ReviseWhole(Entry& entry, double now_ms) {
   if (plan_.gathering == 0 || !entry.may_cut_late) return std::nullopt;
   Part& part = entry.parts.front();
   const auto alpha = instances_.find(part.instance_id);
-  if (alpha == instances_.end() || alpha->second.gathers) return std::nullopt;
+  if (alpha == instances_.end()) return std::nullopt;
+  // One that is about to leave has nothing to prefill.
+  if (alpha->second.gathers || !alpha->second.accepts_new) return std::nullopt;
+  if (now_ms < alpha->second.cuts_late_until_ms) return std::nullopt;
+  entry.looked_ms = now_ms;
   const std::uint64_t key = KeyOf(entry.ordinal, 0);
   const auto standing = alpha->second.predictor->Find(key, now_ms);
   if (!standing || standing->prefill_tokens > 0) return std::nullopt;
-  entry.looked_ms = now_ms;
   InstanceId beta_id;
   Instance* beta = RoomiestGatherer(beta_id);
   if (beta == nullptr || !GathererHasRoom(standing->context_tokens, now_ms)) return std::nullopt;
@@ -742,6 +759,7 @@ std::optional<Revision> LiveFleet::ReviseWhole(Entry& entry, double now_ms) {
   // What is expected of it by now.
   entry.request.expected_output_tokens = standing->end_token() - entry.prompt_tokens + 1;
   AddBeta(entry, beta_id);
+  alpha->second.cuts_late_until_ms = revision->hand_off_ms;
   CutAt(entry, *revision->split_token, revision->hand_off_ms, now_ms);
   return revision;
 }
@@ -757,21 +775,26 @@ void LiveFleet::Recut(const std::string& request_id, std::optional<std::int64_t>
     Lift(entry, now_ms);
     return;
   }
-  double ready_ms = now_ms + options_.hand_off_ms;
+  CutAt(entry, *split_token, CutReadyMs(entry, *split_token, std::nullopt, now_ms), now_ms);
+}
+
+// When beta has what alpha computes up to there; left_tokens: whose KV has not left yet, otherwise
+// that of the prompt which is still to be computed.
+double LiveFleet::CutReadyMs(const Entry& entry, std::int64_t split_token,
+                             std::optional<std::int64_t> left_tokens, double now_ms) {
+  const double at_once_ms = now_ms + options_.hand_off_ms;
   const auto alpha = instances_.find(entry.parts[0].instance_id);
+  if (alpha == instances_.end()) return at_once_ms;
+  ExecutionPredictor& predictor = *alpha->second.predictor;
   const std::uint64_t key = KeyOf(entry.ordinal, 0);
-  if (alpha != instances_.end()) {
-    ExecutionPredictor& predictor = *alpha->second.predictor;
-    if (const auto standing = predictor.Find(key, now_ms)) {
-      VirtualRequest rest = RestUpTo(entry.request, *split_token, standing->context_tokens);
-      rest.key = key;
-      if (rest.prefill_tokens + rest.decode_tokens > 0) {
-        const auto forecast = predictor.PredictChange(rest, now_ms, Horizon::kEnd);
-        if (forecast) ready_ms = ReadyMs(*forecast, rest.prefill_tokens, now_ms);
-      }
-    }
-  }
-  CutAt(entry, *split_token, ready_ms, now_ms);
+  const auto standing = predictor.Find(key, now_ms);
+  if (!standing) return at_once_ms;
+  VirtualRequest rest = RestUpTo(entry.request, split_token, standing->context_tokens);
+  rest.key = key;
+  if (rest.prefill_tokens + rest.decode_tokens == 0) return at_once_ms;
+  const auto forecast = predictor.PredictChange(rest, now_ms, Horizon::kEnd);
+  if (!forecast) return at_once_ms;
+  return ReadyMs(*forecast, left_tokens.value_or(rest.prefill_tokens), now_ms);
 }
 
 void LiveFleet::Parked(const std::string& request_id, std::int64_t computed_tokens, double now_ms) {

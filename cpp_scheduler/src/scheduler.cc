@@ -165,7 +165,9 @@ void Scheduler::ReportOthers(const InstanceId& instance_id, std::span<const Othe
 }
 
 std::optional<Revision> Scheduler::Revise(const std::string& request_id, double now_ms) {
-  return live_ ? live_->Revise(request_id, now_ms) : std::nullopt;
+  std::optional<Revision> revision = live_ ? live_->Revise(request_id, now_ms) : std::nullopt;
+  if (revision && revision->beta) fleet_.Split(request_id, *revision->beta, *revision->split_token);
+  return revision;
 }
 
 void Scheduler::Recut(const std::string& request_id, std::optional<std::int64_t> split_token,
@@ -179,6 +181,7 @@ void Scheduler::CutWhole(const std::string& request_id, const InstanceId& beta,
                          std::int64_t split_token, double now_ms) {
   ValidateTokens("split_token", split_token);
   if (split_token == 0) Refuse("split_token is 0; alpha computes at least one token");
+  fleet_.Split(request_id, beta, split_token);
   if (live_) live_->CutWhole(request_id, beta, split_token, now_ms);
 }
 

@@ -35,8 +35,9 @@ example:
   dynaserve bench capacity --url http://127.0.0.1:8000 --workload sample --rate 2 --duration-s 60 --repetitions 3
 
 A rate passes if no request fails, the P99 of all gaps between tokens is within --tbt-slo-ms, P99 TTFT within --ttft-slo-ms if it
-is given, and neither TTFT nor the longest gap of a request grows over the run by more than 0.05 s per second of arrivals. While the
-standard error of its runs leaves that open, one with other requests follows, up to --most-runs of them, and all together decide: on a
+is given, and neither TTFT nor the longest gap of a request grows over the run by more than 0.05 s per second of arrivals; nor does the
+longest gap fall by as much, where who came first waits for all who come later. While the standard error of its runs leaves that open,
+one with other requests follows, up to --most-runs of them, and all together decide: on a
 machine that others use, several short runs tell more than a long one. Each repetition is a search of its own, with its own seed:
 requests drawn at random from the workload. The capacity is the median of the repetitions.
 Short runs read too high: a run should be several times as long as the longest answer. --output is written after each repetition, with

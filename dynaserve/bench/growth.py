@@ -39,6 +39,11 @@ class Growth:
         return self.slope > LIMIT and self.slope > _SURE * self.independent_error
 
     @property
+    def is_overtaken(self) -> bool:
+        """Falls by more than the limit, and more surely than by chance: a queue in which who came first waits for those who come later."""
+        return self.slope < -LIMIT and -self.slope > _SURE * self.independent_error
+
+    @property
     def is_open(self) -> bool:
         """Neither below the limit by its error, nor above it by as much."""
         is_below = self.slope + self.error <= LIMIT

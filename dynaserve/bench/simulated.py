@@ -9,7 +9,7 @@ import numpy as np
 
 from dynaserve.bench.growth import growth
 from dynaserve.bench.measures import Distribution, Slo
-from dynaserve.bench.verdict import WAITS
+from dynaserve.bench.verdict import WAITS, queue_told
 from dynaserve.simulation import InstanceUse, SimulationResult, gap_bin_ms
 from workloads.trace import TraceRequest
 
@@ -132,6 +132,6 @@ def _why_not(waits: Mapping[str, tuple[_Array, _Array]], gaps: Gaps, slo: Slo) -
         return f"P99 TTFT {p99:.1f} ms"
     for name, (arrived_ms, values_ms) in waits.items():
         line = growth([((arrived_ms / 1e3).tolist(), values_ms.tolist())])
-        if line is not None and line.is_queue:
-            return f"{name} grows by {line.slope:.2f} s per s"
+        if line is not None and (told := queue_told(name, line)) is not None:
+            return told
     return None

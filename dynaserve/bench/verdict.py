@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynaserve.bench.growth import Series, growth
+from dynaserve.bench.growth import Growth, Series, growth
 from dynaserve.bench.measures import Distribution, Slo
 from dynaserve.bench.records import RequestRecord
 
@@ -62,12 +62,13 @@ def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
     """Of one or more runs at the same rate, together.
 
     Not sustained is a request that failed; P99 of all gaps between tokens over the TBT SLO; P99 TTFT over its SLO; a TTFT or a
-    longest gap of a request that grows over the runs. The last finds the queue behind the first token that P99 TBT does not show, at a
-    hand-off or for memory. End-to-end times do not tell: they also grow while batches of decodes fill, as long as an answer takes.
+    longest gap of a request that grows over the runs, or a longest gap that falls. The last two find the queue behind the first token that
+    P99 TBT does not show, at a hand-off or for memory: decodes that lost their memory are overtaken by those that bring their KV, and wait
+    until nobody comes any more. End-to-end times do not tell: they also grow while batches of decodes fill, as long as an answer takes.
     """
     records = [record for run in runs for record in run]
     lines = {name: line for name in WAITS if (line := growth([_timed(run, name) for run in runs])) is not None}
-    queues = {name: line for name, line in lines.items() if line.is_queue}
+    queues = [(line, told) for name, line in lines.items() if (told := queue_told(WAITS[name], line)) is not None]
     tbt_p99_ms, tbt_is_open = _p99(gap for record in records for gap in record.gaps_ms), _is_open(runs, slo)
     ttft_p99_ms = _p99(ttft for record in records if (ttft := record.ttft_ms) is not None)
 
@@ -80,13 +81,22 @@ def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
         found.append((f"P99 TBT {tbt_p99_ms:.1f} ms", not tbt_is_open))
     if slo.ttft_ms is not None and ttft_p99_ms > slo.ttft_ms:
         found.append((f"P99 TTFT {ttft_p99_ms:.1f} ms", True))
-    found += [(f"{WAITS[name]} grows by {line.slope:.2f} s per s", not line.is_open) for name, line in queues.items()]
+    found += [(told, not line.is_open) for line, told in queues]
 
     is_final = any(final for _, final in found)
     is_open = tbt_is_open or any(line.is_open for line in lines.values())
-    slope = next(iter(queues.values())).slope if queues else 0.0
+    slope = abs(queues[0][0].slope) if queues else 0.0
     promising_share = 0.0 if tbt_p99_ms > FAR_TIMES * slo.tbt_ms else 1 / (1 + slope)
     return Verdict(found[0][0] if found else None, is_open and not is_final, promising_share)
+
+
+def queue_told(name: str, line: Growth) -> str | None:
+    """What a latency, one of WAITS, says of a queue; None: there is none. A TTFT that falls is that of a cold server."""
+    if line.is_queue:
+        return f"{name} grows by {line.slope:.2f} s per s"
+    if name == WAITS["longest_gap_ms"] and line.is_overtaken:
+        return f"{name} falls by {-line.slope:.2f} s per s, as the first wait for the last"
+    return None
 
 
 def _timed(run: Records, name: str) -> Series:

@@ -101,7 +101,8 @@ class LiveFleet {
   // are looked at within that time, each once before any is looked at again, and none before all
   // prefill ahead of it fits into kSoonSteps full steps: until its turn comes, much may change.
   // Also whether a request that kDynamic placed whole should be cut, once, that decodes where the
-  // plan keeps free of decodes (late_cut.h).
+  // plan keeps free of decodes (late_cut.h): of an instance one after the other, as their KV leaves
+  // over the same link.
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // Somebody else has moved the hand-off, or lifted it (nullopt): it is theirs from now on, and not
@@ -131,8 +132,10 @@ class LiveFleet {
   struct Instance {
     std::unique_ptr<ExecutionPredictor> predictor;
     InstanceLimits limits;
+    bool accepts_new = true;
     bool gathers = false;
-    double round_ms = 0.0;  // since then, each of its hand-offs is looked at once
+    double cuts_late_until_ms = 0.0;  // the last request that was cut late here is handed over then
+    double round_ms = 0.0;            // since then, each of its hand-offs is looked at once
     double looks_since_ms = 0.0;
     int looks = 0;                     // since then
     std::int64_t promised_tokens = 0;  // others' included
@@ -186,6 +189,8 @@ class LiveFleet {
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
   void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);
+  double CutReadyMs(const Entry& entry, std::int64_t split_token,
+                    std::optional<std::int64_t> left_tokens, double now_ms);
   double ReadyMs(const Forecast& alpha, std::int64_t tokens, double now_ms) const;
   void HoldBeta(const Entry& entry, double now_ms);
   static VirtualRequest BetaOf(const Entry& entry);  // as it is when it begins
