@@ -171,6 +171,10 @@ def test_a_queue_in_which_the_first_wait_for_the_last_is_seen() -> None:
     assert found.reason.startswith("longest gap falls by 0.2")
     assert not found.is_open
     assert found.promising_share == pytest.approx(0.8, abs=0.05)
+    few = [record(index, index * 0.2, 0.1, gap_s=3.0 if index < 10 else 0.08) for index in range(100)]
+    assert judged([few], Slo(4000.0)).is_open, "a stall near the beginning is chance"
+    mirrored = [record(index, index * 0.2, 0.1, gap_s=3.0 if index >= 90 else 0.08) for index in range(100)]
+    assert judged([mirrored], Slo(4000.0)).is_open
     cold = [record(index, index * 0.1, 0.1, gap_s=0.5 if index < 2 else 0.02, tokens=300) for index in range(200)]
     assert verdict(cold) is None, "the first answers of a cold server are slow"
 

@@ -204,6 +204,10 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   if (const double prompt = lasting_.MeanPromptTokens(); prompt > 0.0) {
     demand.prompt_tokens = std::max<std::int64_t>(1, std::llround(prompt));
   }
+  // Whoever has the most decodes by now: those that gathered once may have been away for long.
+  if (begins) {
+    for (const Gatherer& gatherer : order) gatherer.instance->gathers = false;
+  }
   double scale = 0.0, gathering_scale = 0.0, gatherers = 0.0;
   InstanceLimits limits = order.front().instance->limits;
   for (const Gatherer& gatherer : order) {
@@ -703,6 +707,7 @@ void LiveFleet::AddBeta(Entry& entry, const InstanceId& beta) {
 
 void LiveFleet::CutWhole(const std::string& request_id, const InstanceId& beta,
                          std::int64_t split_token, double now_ms) {
+  now_ms = At(now_ms);
   const auto found = entries_.find(request_id);
   if (found == entries_.end() || !instances_.contains(beta)) return;
   Entry& entry = found->second;
@@ -716,6 +721,7 @@ void LiveFleet::CutWhole(const std::string& request_id, const InstanceId& beta,
           std::max<std::int64_t>(1, standing->end_token() - entry.prompt_tokens + 1);
     }
   }
+  entry.revisions_left = 0;
   AddBeta(entry, beta);
   // Nothing has left yet.
   CutAt(entry, split_token, CutReadyMs(entry, split_token, split_token, now_ms), now_ms);
@@ -739,7 +745,7 @@ std::optional<Revision> LiveFleet::ReviseWhole(Entry& entry, double now_ms) {
   Part& part = entry.parts.front();
   const auto alpha = instances_.find(part.instance_id);
   if (alpha == instances_.end()) return std::nullopt;
-  // One that is about to leave has nothing to prefill.
+  // One that takes no new prompts is not kept free for them.
   if (alpha->second.gathers || !alpha->second.accepts_new) return std::nullopt;
   if (now_ms < alpha->second.cuts_late_until_ms) return std::nullopt;
   entry.looked_ms = now_ms;

@@ -44,6 +44,11 @@ class Growth:
         return self.slope < -LIMIT and -self.slope > _SURE * self.independent_error
 
     @property
+    def may_be_overtaken(self) -> bool:
+        """It is, by a slope that its error may have made."""
+        return self.is_overtaken and self.slope + self.error >= -LIMIT
+
+    @property
     def is_open(self) -> bool:
         """Neither below the limit by its error, nor above it by as much."""
         is_below = self.slope + self.error <= LIMIT

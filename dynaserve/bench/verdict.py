@@ -31,7 +31,8 @@ class Verdict:
     tell, a run of other requests may be judged otherwise.
 
     promising_share: of the rate of runs that were not sustained, what their figures say may have been, in (0, 1], or 0 if only far less
-    may. Who waits g seconds longer for each second of arrivals is served 1 / (1 + g) times as fast as requests arrive.
+    may. Who waits g seconds longer for each second of arrivals is served 1 / (1 + g) times as fast as requests arrive; where the first
+    wait for the last that is a guess.
     """
 
     reason: str | None
@@ -69,6 +70,7 @@ def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
     records = [record for run in runs for record in run]
     lines = {name: line for name in WAITS if (line := growth([_timed(run, name) for run in runs])) is not None}
     queues = [(line, told) for name, line in lines.items() if (told := queue_told(WAITS[name], line)) is not None]
+    may_fall = any(line.may_be_overtaken for line, _ in queues)
     tbt_p99_ms, tbt_is_open = _p99(gap for record in records for gap in record.gaps_ms), _is_open(runs, slo)
     ttft_p99_ms = _p99(ttft for record in records if (ttft := record.ttft_ms) is not None)
 
@@ -81,10 +83,10 @@ def judged(runs: Sequence[Records], slo: Slo) -> Verdict:
         found.append((f"P99 TBT {tbt_p99_ms:.1f} ms", not tbt_is_open))
     if slo.ttft_ms is not None and ttft_p99_ms > slo.ttft_ms:
         found.append((f"P99 TTFT {ttft_p99_ms:.1f} ms", True))
-    found += [(told, not line.is_open) for line, told in queues]
+    found += [(told, not (line.is_open or line.may_be_overtaken)) for line, told in queues]
 
     is_final = any(final for _, final in found)
-    is_open = tbt_is_open or any(line.is_open for line in lines.values())
+    is_open = tbt_is_open or may_fall or any(line.is_open for line in lines.values())
     slope = abs(queues[0][0].slope) if queues else 0.0
     promising_share = 0.0 if tbt_p99_ms > FAR_TIMES * slo.tbt_ms else 1 / (1 + slope)
     return Verdict(found[0][0] if found else None, is_open and not is_final, promising_share)

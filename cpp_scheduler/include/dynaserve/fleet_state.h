@@ -30,8 +30,8 @@ class FleetState {
   // that Accepting() returned.
   void Reserve(const std::string& request_id, const Placement& placement);
 
-  // A request that was whole is cut: what is beyond the token is reserved on beta.  What is not
-  // known, or cut, is ignored.
+  // A request that was whole is cut: what it reserved beyond the token is reserved on beta; of an
+  // answer that has outgrown its reservation, nothing.  What is not known, or cut, is ignored.
   void Split(const std::string& request_id, const InstanceId& beta, std::int64_t split_token);
 
   // Returns what Reserve() took; unknown ids are ignored.
