@@ -140,6 +140,18 @@ def test_one_is_cut_after_the_other() -> None:
     fleet.scheduler.check_invariants()
 
 
+def test_those_that_decode_there_share_the_price() -> None:
+    def stays_ms(others: int) -> float:
+        fleet, now_ms = Fleet(others=others), NOW_MS + 500.0
+        names = ["r", *(f"other-{number}" for number in range(others))]
+        fleet.scheduler.report(FREE, [progress(name, PROMPT + 39, 2000) for name in names], now_ms)
+        revision = fleet.scheduler.revise("r", now_ms)
+        assert revision is not None
+        return revision.kept_objective_ms
+
+    assert stays_ms(3) == pytest.approx(stays_ms(0) / 4, rel=0.1)
+
+
 @pytest.mark.parametrize("name", [GATHERS, FREE])
 def test_nothing_is_cut_from_or_to_an_instance_that_takes_no_new_requests(name: str) -> None:
     fleet = Fleet()

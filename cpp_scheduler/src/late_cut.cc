@@ -50,6 +50,8 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
       kLateCutTokens + std::llround(std::ceil(std::min(kv_ms / stays.decode_step_ms, kMostSteps)));
   const std::int64_t left = standing->decode_tokens - more;
   if (left < 1) return std::nullopt;
+  // The plan's price is that of the first decode there; those that are there share it.
+  stays.lost_prefill_ms /= static_cast<double>(std::max<std::int64_t>(1, from.Answers(now_ms)));
   stays.alpha_decode_tokens = decoding.emitted_tokens;
   Revision found;
   found.reason = RevisionReason::kGathersDecodes;
