@@ -30,18 +30,17 @@ class Fleet:
     gathered: int = 10
     context: int = 1000
     prompts_per_s: float = 8.0
-    policy: Policy = Policy.dynamic
     may_cut: bool = True
     forced: bool = False
     others: int = 0
     scheduler: GlobalScheduler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scheduler = GlobalScheduler(Options(self.policy, gathering=1), TABLE)
+        self.scheduler = GlobalScheduler(Options(Policy.dynamic, gathering=1), TABLE)
         self.accept(GATHERS)
         self.accept(FREE, False)
         for number in range(self.gathered):
-            self.place(f"gathered-{number}", self.context, 400)
+            self.place(f"gathered-{number}", self.context, 400, may_cut=True)
         self.accept(FREE)
         count = int(self.prompts_per_s * NOW_MS / 1e3)
         for number in range(count):

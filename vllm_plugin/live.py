@@ -13,8 +13,7 @@ from dynaserve.request_flow import RequestFlow
 @dataclass(eq=False)
 class Live:
     """A flow with what is needed to act on it. request: vLLM's, as it is sent to both instances. expect_again_ms: when to look again at
-    when its hand-off, which shows, will come. may_cut: nothing in it
-    stands against that."""
+    when its hand-off, which shows, will come. may_cut: nothing in the request stands against a cut."""
 
     flow: RequestFlow
     request: EngineCoreRequest

@@ -127,7 +127,11 @@ class FleetUnderTest:
         )
 
     def _streamed(self, body: dict[str, Any]) -> Answer:
-        chunks = list(self.stream(body | {"stream_options": {"include_usage": True}}))
+        return self.answer_of(list(self.stream(body | {"stream_options": {"include_usage": True}})))
+
+    @staticmethod
+    def answer_of(chunks: list[dict[str, Any]]) -> Answer:
+        """Of a stream that tells its usage."""
         choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
         return Answer(
             chunks[0]["id"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import httpx
@@ -20,12 +19,8 @@ PROMPT_TOKENS = 75
 
 
 @pytest.fixture(scope="module")
-def uncut(fleet: FleetUnderTest) -> Any:
-    @cache
-    def answer(prompt_tokens: int) -> Answer:
-        return fleet.complete(prompt_of(prompt_tokens), split=0, max_tokens=OUTPUT_TOKENS)
-
-    return answer
+def uncut(fleet: FleetUnderTest) -> Answer:
+    return fleet.complete(prompt_of(PROMPT_TOKENS), split=0, max_tokens=OUTPUT_TOKENS)
 
 
 def other_than(fleet: FleetUnderTest, instance: str) -> str:
@@ -42,34 +37,27 @@ def where(fleet: FleetUnderTest, request_id: str) -> str:
     return str(record["alpha"]["instance"])
 
 
-def cut_after(fleet: FleetUnderTest, prompt_tokens: int, seen: int, hand_off_at: int, **params: Any) -> Answer:
+def cut_after(fleet: FleetUnderTest, seen: int, hand_off_at: int, **params: Any) -> Answer:
     """Streams a whole request, and has it handed over once so many tokens have come."""
-    body = fleet.body(prompt_of(prompt_tokens), split=0, max_tokens=OUTPUT_TOKENS, **params)
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    text, request_id = "", ""
-    last: dict[str, Any] = {}
+    body = fleet.body(prompt_of(PROMPT_TOKENS), split=0, max_tokens=OUTPUT_TOKENS, **params)
+    chunks: list[dict[str, Any]] = []
+    tokens = 0
     for chunk in fleet.stream(body | {"stream_options": {"include_usage": True}}):
-        if not chunk["choices"]:
-            return Answer(request_id, text, tokens, logprobs, last["finish_reason"], last["stop_reason"], chunk["usage"])
-        first, request_id, last = not request_id, chunk["id"], chunk["choices"][0]
-        before = len(tokens)
-        tokens += last["token_ids"]
-        logprobs += last["logprobs"]["token_logprobs"] if last["logprobs"] else []
-        text += last["text"]
-        if before < seen <= len(tokens) or (first and not seen):
-            beta = other_than(fleet, where(fleet, request_id))
-            assert hand_over(fleet, request_id, hand_off_at=hand_off_at, to=beta).json()["moved"] == 1
-    raise AssertionError("the stream has no usage")
+        chunks.append(chunk)
+        before, tokens = tokens, tokens + sum(len(choice["token_ids"]) for choice in chunk["choices"])
+        if before < seen <= tokens:
+            beta = other_than(fleet, where(fleet, chunk["id"]))
+            assert hand_over(fleet, chunk["id"], hand_off_at=hand_off_at, to=beta).json()["moved"] == 1
+    return fleet.answer_of(chunks)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ahead", [-1000, 2, 40])
-def test_a_whole_request_goes_on_elsewhere_with_the_same_answer(fleet: FleetUnderTest, uncut: Any, ahead: int, transport: str) -> None:
+def test_a_whole_request_goes_on_elsewhere_with_the_same_answer(fleet: FleetUnderTest, uncut: Answer, ahead: int, transport: str) -> None:
     """At once, where the token is computed already; or so many tokens later."""
     asked = max(1, PROMPT_TOKENS + 10 + ahead)
-    answer = cut_after(fleet, PROMPT_TOKENS, 10, asked, transport=transport)
-    assert answer.same_as(uncut(PROMPT_TOKENS))
+    answer = cut_after(fleet, 10, asked, transport=transport)
+    assert answer.same_as(uncut)
     record = fleet.record(answer)
     split = record["split_token"]
     assert max(asked, PROMPT_TOKENS + 10) <= split < PROMPT_TOKENS + OUTPUT_TOKENS - 1
@@ -82,17 +70,17 @@ def test_a_whole_request_goes_on_elsewhere_with_the_same_answer(fleet: FleetUnde
     assert kv["bytes"] == kv["blocks"] * kv["block_bytes"] > 0
 
 
-def test_requests_are_handed_over_while_both_instances_serve_others(fleet: FleetUnderTest, uncut: Any) -> None:
+def test_requests_are_handed_over_while_both_instances_serve_others(fleet: FleetUnderTest, uncut: Answer) -> None:
     rng = random.Random(5)
     turns = [(rng.randrange(1, 60), rng.randrange(0, 80)) for _ in range(24)]
 
     def ask(turn: tuple[int, int]) -> Answer:
         seen, ahead = turn
-        return cut_after(fleet, PROMPT_TOKENS, seen, PROMPT_TOKENS + seen + ahead)
+        return cut_after(fleet, seen, PROMPT_TOKENS + seen + ahead)
 
     with fleet.others_running(), ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(ask, turns))
-    assert all(answer.same_as(uncut(PROMPT_TOKENS)) for answer in answers)
+    assert all(answer.same_as(uncut) for answer in answers)
     handed_over = [answer for answer in answers if "beta_resumed" in fleet.record(answer)["timeline_ms"]]
     assert len(handed_over) > len(turns) // 2, "the others ended before their hand-off, or it was lifted for want of memory"
 
@@ -106,7 +94,7 @@ def test_a_client_that_leaves_before_a_late_hand_off_leaves_nothing_behind(fleet
     fleet.wait_until_empty()
 
 
-def test_a_late_hand_off_may_be_moved_and_lifted_but_not_set_again(fleet: FleetUnderTest, uncut: Any) -> None:
+def test_a_late_hand_off_may_be_moved_and_lifted_but_not_set_again(fleet: FleetUnderTest, uncut: Answer) -> None:
     stream = fleet.stream(fleet.body(prompt_of(PROMPT_TOKENS), split=0, max_tokens=OUTPUT_TOKENS))
     first = next(stream)
     beta = other_than(fleet, where(fleet, first["id"]))
@@ -115,7 +103,7 @@ def test_a_late_hand_off_may_be_moved_and_lifted_but_not_set_again(fleet: FleetU
     assert hand_over(fleet, first["id"], hand_off_at=None).json()["moved"] == 1
     assert hand_over(fleet, first["id"], hand_off_at=PROMPT_TOKENS + 112, to=beta).json()["moved"] == 0
     tokens = [token for chunk in (first, *stream) for token in chunk["choices"][0]["token_ids"]]
-    assert tokens == uncut(PROMPT_TOKENS).token_ids
+    assert tokens == uncut.token_ids
     fleet.wait_until_empty()
 
 
