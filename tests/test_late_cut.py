@@ -161,15 +161,6 @@ def test_nothing_is_cut_from_or_to_an_instance_that_takes_no_new_requests(name: 
     assert fleet.scheduler.revise("r", NOW_MS + 800.0) is not None
 
 
-def test_what_an_instance_gathers_is_not_cut_when_it_comes_back() -> None:
-    fleet = Fleet()
-    fleet.accept(GATHERS, False)
-    fleet.place("meanwhile", 2000, 1, NOW_MS + 400.0)
-    fleet.accept(GATHERS)
-    fleet.place("plans", 2000, 1, NOW_MS + 410.0)
-    assert all(fleet.scheduler.revise(f"gathered-{number}", NOW_MS + 700.0) is None for number in range(10))
-
-
 def test_an_answer_goes_on_elsewhere_while_prompts_wait_though_nobody_comes_any_more() -> None:
     def revision(waiting: int) -> object:
         fleet = Fleet(prompts_per_s=1.0)
@@ -185,11 +176,6 @@ def test_an_answer_goes_on_elsewhere_while_prompts_wait_though_nobody_comes_any_
 
     assert revision(0) is None
     assert revision(40) is not None
-
-
-def test_what_decodes_where_decodes_are_gathered_stays_there() -> None:
-    fleet = Fleet()
-    assert all(fleet.scheduler.revise(f"gathered-{number}", NOW_MS + 500.0) is None for number in range(10))
 
 
 @settings(max_examples=100, deadline=None)
