@@ -877,6 +877,9 @@ class FleetPlan:
     def is_short_of_room(self) -> bool: ...
 
     @property
+    def is_short_of_steps(self) -> bool: ...
+
+    @property
     def prefill_rate(self) -> float: ...
 
     @property

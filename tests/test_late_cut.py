@@ -25,11 +25,12 @@ def progress(request_id: str, computed: int, expected: int, *, begun: bool = Tru
 @dataclass
 class Fleet:
     """Of two instances, the first of which gathers; a request decodes on the other one, whole. prompts_per_s: of 2,000 tokens each, which
-    are over as soon as they have come. gathered: decodes on the first."""
+    are over as soon as they have come, and were expected to have so long answers. gathered: decodes on the first."""
 
     gathered: int = 10
     context: int = 1000
     prompts_per_s: float = 8.0
+    answers: int = 1
     may_cut: bool = True
     forced: bool = False
     others: int = 0
@@ -44,7 +45,7 @@ class Fleet:
         self.accept(FREE)
         count = int(self.prompts_per_s * NOW_MS / 1e3)
         for number in range(count):
-            self.place(f"prompt-{number}", 2000, 1, NOW_MS * number / count)
+            self.place(f"prompt-{number}", 2000, self.answers, NOW_MS * number / count)
             self.scheduler.finish(f"prompt-{number}", NOW_MS * number / count)
         self.accept(GATHERS, False)
         self.place("r", PROMPT, 30, NOW_MS, may_cut=self.may_cut, forced_split=0 if self.forced else None)
@@ -149,6 +150,21 @@ def test_those_that_decode_there_share_the_price() -> None:
         return revision.kept_objective_ms
 
     assert stays_ms(3) == pytest.approx(stays_ms(0) / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gathered", "prompts_per_s", "answers", "decodes_on"),
+    [(100, 2.0, 600, FREE), (100, 2.0, 1, GATHERS), (60, 2.0, 600, GATHERS), (100, 4.0, 600, GATHERS)],
+    ids=["answers-are-what-the-fleet-lacks", "few-answers-come", "there-is-room", "prompts-are-what-the-fleet-lacks"],
+)
+def test_what_decodes_are_gathered_for_has_no_price_where_answers_are_lacking(
+    gathered: int, prompts_per_s: float, answers: int, decodes_on: str
+) -> None:
+    fleet = Fleet(gathered=gathered, prompts_per_s=prompts_per_s, answers=answers)
+    spec = RequestSpec(request_id="long", prompt_tokens=PROMPT, max_output_tokens=1000, expected_output_tokens=1000)
+    placement = fleet.scheduler.place(spec, NOW_MS + 400.0)
+    assert placement is not None
+    assert (placement.beta or placement.alpha).instance_id == decodes_on
 
 
 @pytest.mark.parametrize("name", [GATHERS, FREE])

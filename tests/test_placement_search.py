@@ -432,7 +432,7 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
     most = most_within(1.2 * kv_tokens, context, math.inf)
     while most and _decodes_ms(table, most, max(context, to_come)) > gathering_ms:
         most -= 1
-    most_generated = 1.5 * generated(most_within(math.inf, to_come, gathering_ms))
+    in_steps = generated(most_within(math.inf, to_come, gathering_ms))
 
     def rate(gathering: int, slack: float = 1.0) -> float:
         if most == 0:
@@ -445,12 +445,13 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         each = outputs * min(arriving, colocated) / gathering
         all_seats_ms = min(int(kv_tokens / to_come), limits.max_requests) / each if each else math.inf
         found = gathering * beside(held, min(step_ms, all_seats_ms)) + (moved / share if prefilled * share > moved else prefilled)
-        return found if outputs * min(arriving, found) <= gathering * most_generated * slack else 0.0
+        return found if outputs * min(arriving, found) <= 1.5 * gathering * in_steps * slack else 0.0
 
     assert plan.colocated_rate == pytest.approx(colocated)
     if plan.gathering:
         brought = outputs * min(arriving, plan.prefill_rate)
         assert plan.is_short_of_room == (brought > plan.gathering * generated(most_within(kv_tokens, to_come, math.inf)))
+        assert plan.is_short_of_steps == (arriving <= colocated and outputs * arriving > plan.gathering * in_steps)
     if decodes == 0:
         assert plan.prefill_rate == pytest.approx(colocated)  # no decodes cost nothing wherever they are
         return
@@ -565,6 +566,19 @@ def test_gathering_instances_are_short_of_room_where_memory_does_not_hold_the_an
 
     most_rate = 60 / _decodes_ms(table, 60, 1000.0)
     assert [is_short(share * most_rate) for share in (0.5, 0.99, 1.01)] == [False, False, True]
+
+
+def test_gathering_instances_are_short_of_steps_where_answers_are_what_the_fleet_lacks() -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=50.0)
+    most = max(n for n in range(1, 257) if _decodes_ms(table, n, 1000.0) <= 50.0)
+    most_rate = most / _decodes_ms(table, most, 1000.0)
+    colocated_rate = planned(60, 0, limits, 1.0, 0.0).colocated_rate
+
+    def is_short(prefill_rate: float, output_rate: float) -> bool:
+        return planned(60, 1, limits, prefill_rate, output_rate, forced=1).is_short_of_steps
+
+    assert [is_short(0.5 * colocated_rate, share * most_rate) for share in (0.99, 1.01)] == [False, True]
+    assert not is_short(1.01 * colocated_rate, 1.01 * most_rate)
 
 
 def test_a_plan_stays_while_another_is_hardly_better() -> None:

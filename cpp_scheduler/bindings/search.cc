@@ -63,10 +63,12 @@ void BindPlanner(nb::module_& m) {
                              "the prefill rate of the fleet, in tokens per millisecond.");
   plan.def_ro("gathering", &FleetPlan::gathering)
       .def_ro("is_short_of_room", &FleetPlan::is_short_of_room)
+      .def_ro("is_short_of_steps", &FleetPlan::is_short_of_steps)
       .def_ro("prefill_rate", &FleetPlan::prefill_rate)
       .def_ro("colocated_rate", &FleetPlan::colocated_rate)
       .def_ro("lost_share", &FleetPlan::lost_share);
-  AsValue(plan, "gathering", "is_short_of_room", "prefill_rate", "colocated_rate", "lost_share");
+  AsValue(plan, "gathering", "is_short_of_room", "is_short_of_steps", "prefill_rate",
+          "colocated_rate", "lost_share");
   m.def("prefill_rate", &PrefillRate, "table"_a, "limits"_a, "decodes"_a, "mean_context_tokens"_a,
         "prompt_tokens"_a, "Prefill tokens per millisecond of one instance beside these decodes.");
   m.def(

@@ -33,8 +33,8 @@ class Rates {
             MostInAStep(Room(options.most_kv_share * limits.kv_tokens, demand.mean_context_tokens),
                         std::max(demand.mean_context_tokens, demand.answer_context_tokens))),
         most_kept_(static_cast<std::int64_t>(options.kept_room * static_cast<double>(most_))),
-        most_generated_(options.most_decode_load *
-                        Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
+        generated_(Generated(MostInAStep(limits.max_requests, demand.answer_context_tokens))),
+        most_load_(options.most_decode_load),
         kept_load_(options.kept_decode_load),
         most_seated_(Room(limits.kv_tokens, demand.answer_context_tokens)),
         most_held_(Generated(most_seated_)),
@@ -70,12 +70,17 @@ class Rates {
   // The same; 0 where they would not keep up.
   double Sustained(std::int64_t gathering, bool kept = false) const {
     const double rate = Gathered(gathering, kept);
-    const double most = static_cast<double>(gathering) * most_generated_;
+    const double most = most_load_ * static_cast<double>(gathering) * generated_;
     return Brought(Sure(), rate) <= (kept ? kept_load_ * most : most) ? rate : 0.0;
   }
 
   bool IsShortOfRoom(std::int64_t gathering, double prefill_rate) const {
     return Brought(demand_.output_rate, prefill_rate) > static_cast<double>(gathering) * most_held_;
+  }
+
+  bool IsShortOfSteps(std::int64_t gathering) const {
+    return demand_.prefill_rate <= colocated_ &&
+           demand_.output_rate > static_cast<double>(gathering) * generated_;
   }
 
  private:
@@ -125,18 +130,13 @@ class Rates {
                                               static_cast<double>(limits_.max_requests)));
   }
 
-  double DecodeStepMs(std::int64_t decodes, double context_tokens) const {
-    return table_.StepMs(
-        {0, 0.0, decodes, std::llround(static_cast<double>(decodes) * context_tokens)});
-  }
-
   // Up to `most` decodes, as long as a step of them alone takes one that gathers at most
   // limits.step_ms.
   std::int64_t MostInAStep(std::int64_t most, double context_tokens) const {
     std::int64_t least = 0;
     while (least < most) {
       const std::int64_t middle = DividedUp(least + most, 2);
-      const bool fits = DecodeStepMs(middle, context_tokens) <= gathering_ms_;
+      const bool fits = table_.DecodesMs(middle, context_tokens) <= gathering_ms_;
       (fits ? least : most) = fits ? middle : middle - 1;
     }
     return least;
@@ -147,7 +147,7 @@ class Rates {
   double Generated(std::int64_t decodes) const {
     if (decodes == 0) return 0.0;
     return static_cast<double>(decodes) /
-           (demand_.gathering_cost * DecodeStepMs(decodes, demand_.answer_context_tokens));
+           (demand_.gathering_cost * table_.DecodesMs(decodes, demand_.answer_context_tokens));
   }
 
   const ProfileTable& table_;
@@ -157,8 +157,9 @@ class Rates {
   const double free_;             // of an instance without decodes
   const std::int64_t most_;       // decodes that one instance gathers,
   const std::int64_t most_kept_;  // and with how many it goes on
-  const double most_generated_;   // output tokens per millisecond that may be asked of it,
-  const double kept_load_;        // times that, where it gathers already,
+  const double generated_;        // output tokens per millisecond, in steps of decodes alone,
+  const double most_load_;        // times that may be asked of it,
+  const double kept_load_;        // and times that, where it gathers already
   const std::int64_t most_seated_;  // decodes of those that arrive, in its memory and seats,
   const double most_held_;          // and that it generates with all its memory or seats taken
   const double most_moved_;         // tokens per millisecond over the link of one instance
@@ -238,8 +239,9 @@ FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
   } else {
     PlanGathering(plan, rates, demand, current, options);
   }
-  plan.is_short_of_room =
-      plan.gathering > 0 && rates.IsShortOfRoom(plan.gathering, plan.prefill_rate);
+  if (plan.gathering == 0) return plan;
+  plan.is_short_of_room = rates.IsShortOfRoom(plan.gathering, plan.prefill_rate);
+  plan.is_short_of_steps = rates.IsShortOfSteps(plan.gathering);
   return plan;
 }
 

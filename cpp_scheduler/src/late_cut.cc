@@ -65,9 +65,8 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
   // All that decode there, or are going to, have room beside it, also when they have grown as old
   // as decodes become.
   const std::int64_t decodes = to.Answers(now_ms) + 1;
-  const double context = static_cast<double>(decodes) * options.mean_context_tokens;
   const double step_ms =
-      to.cost_scale() * to.table().StepMs({0, 0.0, decodes, std::llround(context)});
+      to.cost_scale() * to.table().DecodesMs(decodes, options.mean_context_tokens);
   if (std::max(goes.decode_step_ms, step_ms) > to.limits().step_ms) return std::nullopt;
   const double to_queue_ms = to.PrefillFreeMs(now_ms) - now_ms;
   const double running_ms =

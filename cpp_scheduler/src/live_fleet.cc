@@ -20,7 +20,8 @@ constexpr double kGatheredHalfLifeMs = 5000.0;
 // While nothing gathers. A plan looks at every instance, and so not with each request of a large
 // fleet.
 constexpr double kBeginEveryMs = 10.0;
-// Of the KV memory of instances that are short of it, what they may hold and take another request.
+// Of the KV memory or the steps of instances that are short of it, what may be taken before one
+// takes another request.
 constexpr double kMostHeld = 0.9;
 // Of a step's error in the cost scale, which tells the timelines once it has moved this far.
 constexpr double kScaleGain = 0.05;
@@ -161,8 +162,7 @@ void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
 double LiveFleet::EvenStepMs() const {
   const auto decodes = static_cast<std::int64_t>(
       std::ceil(smoothed_answers_ / static_cast<double>(planned_instances_)) + 1.0);
-  const double context = static_cast<double>(decodes) * mean_context_tokens_;
-  return table_->StepMs({0, 0.0, decodes, std::llround(context)});
+  return table_->DecodesMs(decodes, mean_context_tokens_);
 }
 
 void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
@@ -266,12 +266,15 @@ SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) con
 // Where the gathering instances are short of room and none has any for this prompt, it costs
 // nothing to decode on the others.
 bool LiveFleet::GathererHasRoom(std::int64_t prompt_tokens, double now_ms) {
-  if (!plan_.is_short_of_room) return true;
+  if (!plan_.is_short_of_room && !plan_.is_short_of_steps) return true;
   return std::ranges::any_of(instances_, [&](auto& known) {
     Instance& instance = known.second;
     if (!instance.gathers || !instance.accepts_new) return false;
     const InstanceLimits& limits = instance.limits;
     const ExecutionPredictor::Load load = instance.predictor->LoadThen(now_ms);
+    const double decodes_ms = instance.predictor->cost_scale() *
+                              table_->DecodesMs(load.decodes + 1, mean_context_tokens_);
+    if (plan_.is_short_of_steps && decodes_ms > kMostHeld * limits.step_ms) return false;
     return load.decodes < limits.max_requests &&
            static_cast<double>(load.kv_tokens + prompt_tokens) <=
                kMostHeld * static_cast<double>(limits.kv_tokens);

@@ -165,6 +165,10 @@ double ProfileTable::StepMs(const BatchShape& shape) const {
   return scale_ * UnscaledMs(shape, Locate(shape));
 }
 
+double ProfileTable::DecodesMs(std::int64_t decodes, double context_tokens) const {
+  return StepMs({0, 0.0, decodes, std::llround(static_cast<double>(decodes) * context_tokens)});
+}
+
 StepRow ProfileTable::RowOf(std::int64_t decodes, std::int64_t decode_context_tokens) const {
   if (stale_) MakeMonotonic();
   const Cell cell = Locate({0, 0.0, decodes, decode_context_tokens});

@@ -53,9 +53,7 @@ double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
   const double scale = predictor.cost_scale();
   const double limit_ms = predictor.limits().step_ms;
   const auto step_ms = [&](std::int64_t count) {
-    if (count == 0) return 0.0;
-    const double context = static_cast<double>(count) * options.mean_context_tokens;
-    return scale * predictor.table().StepMs({0, 0.0, count, std::llround(context)});
+    return scale * predictor.table().DecodesMs(count, options.mean_context_tokens);
   };
   if (std::isfinite(options.level_step_ms)) {
     const double excess_ms =

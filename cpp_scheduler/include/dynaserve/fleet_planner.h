@@ -33,9 +33,11 @@ struct FleetDemand {
 struct FleetPlan {
   std::int64_t gathering = 0;     // instances; 0: none in particular
   bool is_short_of_room = false;  // they will not hold all decodes that arrive
-  double prefill_rate = 0.0;      // tokens per millisecond of the whole fleet
-  double colocated_rate = 0.0;    // of the same fleet without gathering
-  double lost_share = 0.0;        // of an instance's rate, lost to its first decode
+  // Nor generate their tokens within the TBT SLO, while colocation would prefill all that arrives.
+  bool is_short_of_steps = false;
+  double prefill_rate = 0.0;    // tokens per millisecond of the whole fleet
+  double colocated_rate = 0.0;  // of the same fleet without gathering
+  double lost_share = 0.0;      // of an instance's rate, lost to its first decode
 
   bool operator==(const FleetPlan&) const = default;
 };
@@ -77,10 +79,11 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
 // the others.  Its steps are as short as its seats and memory ask for, to generate what arrives.
 // Nothing is gathered where those instances would not keep up with the answers, in steps of at most
 // limits.step_ms; they are short of room where seats and KV memory do not suffice to generate what
-// arrives.  What the others prefill has to be moved to the gathering instances: no more of it
-// counts than the links carry. `current` (its number of gathering instances) stays unless another
-// plan gains least_gain, or it gains less than least_kept itself.  Above 32 instances the numbers
-// tried are 32, spread geometrically.
+// arrives, and short of steps where those of limits.step_ms do not, of decodes alone, and prompts
+// are not what the fleet lacks.  What the others prefill has to be moved to the gathering
+// instances: no more of it counts than the links carry. `current` (its number of gathering
+// instances) stays unless another plan gains least_gain, or it gains less than least_kept itself.
+// Above 32 instances the numbers tried are 32, spread geometrically.
 FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
                     const FleetDemand& demand, std::int64_t current,
                     const PlannerOptions& options = {});

@@ -74,6 +74,8 @@ class ProfileTable {
 
   // Milliseconds; at least 0.  A shape without tokens takes 0.
   double StepMs(const BatchShape& shape) const;
+  // Of so many decodes alone, each of the same context.
+  double DecodesMs(std::int64_t decodes, double context_tokens) const;
 
   // Valid until the table learns or ends.
   StepRow RowOf(std::int64_t decodes, std::int64_t decode_context_tokens) const;
