@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,7 @@ from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Options, 
 from dynaserve.step_latency import ProfileTable, Roofline
 
 TABLE = ProfileTable(Roofline(overhead_ms=12.0, token_ms=0.105, knee_tokens=160.0, pair_ms=1.1e-6, decode_ms=0.05, context_ms=1.3e-4))
-GATHERS, FREE = "i0", "i1"
+GATHERS, FREE, ALSO_GATHERS = "i0", "i1", "i2"
 PROMPT = 500
 NOW_MS = 20_000.0
 
@@ -25,7 +26,8 @@ def progress(request_id: str, computed: int, expected: int, *, begun: bool = Tru
 @dataclass
 class Fleet:
     """Of two instances, the first of which gathers; a request decodes on the other one, whole. prompts_per_s: of 2,000 tokens each, which
-    are over as soon as they have come, and were expected to have so long answers. gathered: decodes on the first."""
+    are over as soon as they have come, and were expected to have so long answers. gathered: decodes on the first. elsewhere: on a third,
+    which gathers as well, of 30,000 tokens each. step_ms: that the first may take."""
 
     gathered: int = 10
     context: int = 1000
@@ -34,12 +36,20 @@ class Fleet:
     may_cut: bool = True
     forced: bool = False
     others: int = 0
+    elsewhere: int = 0
+    step_ms: float = 47.5
     scheduler: GlobalScheduler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scheduler = GlobalScheduler(Options(Policy.dynamic, gathering=1), TABLE)
-        self.accept(GATHERS)
+        self.scheduler = GlobalScheduler(Options(Policy.dynamic, gathering=2 if self.elsewhere else 1), TABLE)
+        self.accept(GATHERS, False)
         self.accept(FREE, False)
+        if self.elsewhere:
+            self.accept(ALSO_GATHERS)
+            for number in range(self.elsewhere):
+                self.place(f"elsewhere-{number}", 30_000, 400, may_cut=True)
+            self.accept(ALSO_GATHERS, False)
+        self.accept(GATHERS)
         for number in range(self.gathered):
             self.place(f"gathered-{number}", self.context, 400, may_cut=True)
         self.accept(FREE)
@@ -52,12 +62,16 @@ class Fleet:
         for number in range(self.others):
             self.place(f"other-{number}", PROMPT, 30, NOW_MS, may_cut=True)
         self.accept(GATHERS)
+        if self.elsewhere:
+            self.accept(ALSO_GATHERS)
         self.tell_gathered()
         self.place("plans", 2000, 1, NOW_MS + 300.0)
         self.scheduler.finish("plans", NOW_MS + 300.0)
 
     def accept(self, name: str, accepts: bool = True) -> None:
-        self.scheduler.observe(InstanceState(name, accepts, InstanceLimits(step_ms=47.5, kv_tokens=400_000)))
+        self.scheduler.observe(
+            InstanceState(name, accepts, InstanceLimits(step_ms=self.step_ms if name == GATHERS else 47.5, kv_tokens=400_000))
+        )
 
     def place(
         self, name: str, prompt: int, output: int, now_ms: float = 0.0, *, may_cut: bool = False, forced_split: int | None = None
@@ -75,11 +89,14 @@ class Fleet:
         assert name != "r" or (placement.alpha.instance_id == FREE and placement.beta is None)
         if name == "plans":
             assert placement.prediction is not None
-            assert placement.prediction.gathering == 1
+            assert placement.prediction.gathering == (2 if self.elsewhere else 1)
 
     def tell_gathered(self) -> None:
         told = [progress(f"gathered-{number}", self.context + 50, 400) for number in range(self.gathered)]
         self.scheduler.report(GATHERS, told, NOW_MS + 200.0)
+        elsewhere = [progress(f"elsewhere-{number}", 30_050, 400) for number in range(self.elsewhere)]
+        if elsewhere:
+            self.scheduler.report(ALSO_GATHERS, elsewhere, NOW_MS + 200.0)
 
     def tell(self, emitted: int, expected: int, now_ms: float = NOW_MS + 500.0) -> None:
         """Of the request on the instance that is kept free."""
@@ -165,6 +182,52 @@ def test_what_decodes_are_gathered_for_has_no_price_where_answers_are_lacking(
     placement = fleet.scheduler.place(spec, NOW_MS + 400.0)
     assert placement is not None
     assert (placement.beta or placement.alpha).instance_id == decodes_on
+
+
+def test_those_that_only_wait_there_have_no_share_in_the_price() -> None:
+    def stays_ms(waiting: int) -> float:
+        fleet, now_ms = Fleet(), NOW_MS + 500.0
+        fleet.accept(GATHERS, False)
+        for number in range(waiting):
+            fleet.place(f"waits-{number}", 1000, 5, NOW_MS + 310.0)
+        fleet.accept(GATHERS)
+        fleet.place("plans", 16, 1, NOW_MS + 320.0)
+        fleet.scheduler.finish("plans", NOW_MS + 320.0)
+        told = [progress(f"waits-{number}", 0, 5, begun=False) for number in range(waiting)]
+        fleet.scheduler.report(FREE, [progress("r", PROMPT + 39, 2000), *told], now_ms)
+        revision = fleet.scheduler.revise("r", now_ms)
+        assert revision is not None
+        return revision.kept_objective_ms
+
+    assert stays_ms(30) > stays_ms(0)
+
+
+@pytest.mark.parametrize(("gathered", "beta"), [(240, ALSO_GATHERS), (10, GATHERS)])
+def test_it_goes_where_steps_have_room_and_of_these_to_the_most_memory(gathered: int, beta: str) -> None:
+    fleet = Fleet(gathered=gathered, context=100, elsewhere=4)
+    fleet.tell(40, 2000)
+    revision = fleet.scheduler.revise("r", NOW_MS + 500.0)
+    assert revision is not None
+    assert revision.beta == beta
+
+
+def test_a_gatherer_without_a_limit_of_steps_takes_it() -> None:
+    fleet, now_ms = Fleet(step_ms=math.inf), NOW_MS + 510.0  # in the midst of a step
+    fleet.tell(40, 2000)
+    assert fleet.scheduler.revise("r", now_ms) is not None
+
+
+def test_few_are_looked_at_at_a_time() -> None:
+    """Of those that decode there all but the last are about to end, and stay."""
+    names = ["r", *(f"other-{number}" for number in range(20))]
+
+    def looked_at(order: list[str]) -> list[bool]:
+        fleet, now_ms = Fleet(others=20), NOW_MS + 500.0
+        fleet.scheduler.report(FREE, [progress(name, PROMPT + 39, 42 if name != names[-1] else 2000) for name in names], now_ms)
+        return [fleet.scheduler.revise(name, now_ms) is not None for name in order]
+
+    assert any(looked_at(names[-3:]))
+    assert not any(looked_at(names))
 
 
 @pytest.mark.parametrize("name", [GATHERS, FREE])

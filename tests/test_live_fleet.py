@@ -34,8 +34,10 @@ SLOW = ProfileTable(
 CUTS = {PlacementReason.levels_prefill, PlacementReason.balanced, PlacementReason.forced}
 
 
-def fleet(policy: Policy, num_instances: int = 2, step_ms: float = 47.5, table: ProfileTable | None = A100) -> GlobalScheduler:
-    scheduler = GlobalScheduler(Options(policy), table)
+def fleet(
+    policy: Policy, num_instances: int = 2, step_ms: float = 47.5, table: ProfileTable | None = A100, gathering: int | None = None
+) -> GlobalScheduler:
+    scheduler = GlobalScheduler(Options(policy, gathering=gathering), table)
     for number in range(num_instances):
         scheduler.observe(InstanceState(f"i{number}", limits=InstanceLimits(step_ms=step_ms, kv_tokens=200_000)))
     return scheduler
@@ -126,8 +128,8 @@ def test_an_idle_fleet_runs_requests_whole_on_different_instances() -> None:
     assert {p.alpha.instance_id for p in placements} == {"i0", "i1"}
 
 
-def busy_for_minutes(scheduler: GlobalScheduler) -> tuple[list[PlacementReason], list[str]]:
-    """The reason of each placement, and the instances of the betas."""
+def busy_for_minutes(scheduler: GlobalScheduler, cached_share: float = 0.0) -> tuple[list[PlacementReason], list[str]]:
+    """The reason of each placement, and the instances of the betas. cached_share: of each prompt, on either instance."""
     rng = random.Random(1)
     ends: list[tuple[float, str]] = []
     now_ms, kinds, betas = 0.0, [], []
@@ -135,7 +137,9 @@ def busy_for_minutes(scheduler: GlobalScheduler) -> tuple[list[PlacementReason],
         now_ms += rng.expovariate(1 / 280.0)
         while ends and ends[0][0] <= now_ms:
             scheduler.finish(ends.pop(0)[1], now_ms)
-        spec = request(str(number), rng.randint(1500, 4000), 200)
+        prompt = rng.randint(1500, 4000)
+        cached = [CachedPrefix(f"i{instance}", int(cached_share * prompt)) for instance in range(2)]
+        spec = request(str(number), prompt, 200, cached=cached if cached_share else [])
         placement = placed(scheduler, spec, now_ms)
         ends.append((now_ms + 8000.0, spec.request_id))
         kinds.append(placement.reason)
@@ -182,6 +186,15 @@ def test_a_busy_fleet_with_a_tight_slo_gathers_decodes_and_cuts() -> None:
     assert max(betas[-100:].count(name) for name in ("i0", "i1")) >= 90
 
 
+@pytest.mark.parametrize(("cached_share", "gathering"), [(0.97, 0), (0.0, 1)])
+def test_prompts_that_are_cached_do_not_press(cached_share: float, gathering: int) -> None:
+    scheduler = fleet(Policy.dynamic)
+    busy_for_minutes(scheduler, cached_share)
+    prediction = placed(scheduler, request("next", 2000), 170_000.0).prediction
+    assert prediction is not None
+    assert prediction.gathering == gathering
+
+
 def test_a_plan_to_gather_is_not_left_for_a_lull_of_decodes() -> None:
     """Two at a time, each of which is there for 1.6 s: now and then there is none."""
     rng, scheduler, now_ms, plans = random.Random(1), fleet(Policy.dynamic), 0.0, []
@@ -207,6 +220,25 @@ def test_a_plan_to_gather_is_not_left_for_the_decodes_of_before_it_began() -> No
                 began_ms = min(began_ms, now_ms)
             assert prediction.gathering or began_ms == math.inf, f"seed {seed}: begun at {began_ms} ms, left at {now_ms} ms"
             now_ms += rng.expovariate(1 / 125.0)
+
+
+def test_who_comes_back_as_a_gatherer_drains_gathers_at_once() -> None:
+    scheduler = fleet(Policy.dynamic, num_instances=3, gathering=1)
+    scheduler.observe(InstanceState("i2", accepts_new=False, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
+    placed(scheduler, request("first", 200, 1000), 0.0)
+    for number in range(40):
+        placed(scheduler, request(str(number), 2000, 1), 10.0 * number)
+    gathers = placed(scheduler, request("second", 200, 1000), 500.0)
+    gatherer = (gathers.beta or gathers.alpha).instance_id
+    assert gatherer in {"i0", "i1"}
+    scheduler.observe(InstanceState(gatherer, accepts_new=False, limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
+    scheduler.observe(InstanceState("i2", limits=InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
+    (free,) = {"i0", "i1"} - {gatherer}
+    then = placed(scheduler, request("third", 200, 1000), 510.0)
+    assert then.prediction is not None
+    assert then.prediction.gathering == 1
+    assert then.prediction.objective_ms < 1000.0, "one of the two gathers, and takes it at no price"
+    assert (then.beta or then.alpha).instance_id in {free, "i2"}
 
 
 def test_the_decision_records_what_it_expected() -> None:

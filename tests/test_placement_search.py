@@ -232,9 +232,9 @@ def test_what_alpha_decodes_has_the_price_of_its_instance() -> None:
     def lost_ms(split_token: int) -> float:
         return SplitSearch().try_cut(instances, 1, 0, split_token, request, BUSY, NOW_MS).outcome.lost_prefill_ms
 
-    whole_ms = SplitSearch().try_whole(instances, 1, request, BUSY, NOW_MS).outcome.lost_prefill_ms
+    half = request_of(300, output=100)
     assert lost_ms(300) == 0.0
-    assert lost_ms(400) == pytest.approx(whole_ms / 2)
+    assert lost_ms(400) == pytest.approx(SplitSearch().try_whole(instances, 1, half, BUSY, NOW_MS).outcome.lost_prefill_ms)
 
 
 def test_tiny_prompts_are_not_cut() -> None:

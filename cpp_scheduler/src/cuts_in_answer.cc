@@ -26,9 +26,8 @@ Outcome SplitSearch::PricedInAnswer(const Sketch& alpha, const Sketch& beta,
   const double tokens =
       std::min(outcome.decode_tokens, static_cast<double>(split_token - request.prompt_tokens));
   if (tokens <= 0.0) return outcome;
-  const double share = tokens / outcome.decode_tokens;
-  outcome.lost_prefill_ms =
-      share * alpha.priced.lost_prefill_ms + (1.0 - share) * outcome.lost_prefill_ms;
+  outcome.lost_prefill_ms = LostPrefillMs(alpha, tokens, options) +
+                            LostPrefillMs(beta, outcome.decode_tokens - tokens, options);
   outcome.alpha_decode_step_ms = alpha.priced.decode_step_ms;
   outcome.alpha_decode_tokens = tokens;
   outcome.alpha_decodes_late_ms = alpha.priced.decodes_late_ms;

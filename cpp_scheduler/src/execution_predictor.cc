@@ -224,6 +224,11 @@ ExecutionPredictor::Load ExecutionPredictor::LoadThen(double now_ms,
   return load;
 }
 
+std::int64_t ExecutionPredictor::Decodes(double now_ms) {
+  Advance(base_, now_ms);
+  return static_cast<std::int64_t>(base_.decodes.size());
+}
+
 std::int64_t ExecutionPredictor::Answers(double now_ms, std::optional<std::uint64_t> without) {
   Advance(base_, now_ms);
   const auto answers = [&](const VirtualRequest& request) {

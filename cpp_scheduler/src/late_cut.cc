@@ -29,29 +29,28 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
                                      const RevisionOptions& revision, double now_ms) {
   ExecutionPredictor& from = *decoding.alpha.predictor;
   ExecutionPredictor& to = *decoding.beta.predictor;
-  const auto standing = from.Find(decoding.alpha_key, now_ms);
-  if (!standing || standing->prefill_tokens > 0) return std::nullopt;
-  const SearchRequest rest = RestOf(request, *standing);
+  const VirtualRequest& standing = decoding.standing;
+  const SearchRequest rest = RestOf(request, standing);
   SearchInstance alpha = decoding.alpha;
-  alpha.own_key = decoding.alpha_key;
+  alpha.own_key = standing.key;
   Outcome stays = search.PriceDecoding(alpha, rest, options, now_ms);
   const double step_limit_ms = from.limits().step_ms;
   const double beside_ms = std::isfinite(step_limit_ms)
                                ? std::max(stays.decode_step_ms, step_limit_ms)
                                : stays.decode_step_ms;
-  const double lasts_ms = static_cast<double>(standing->decode_tokens) * beside_ms;
+  const double lasts_ms = static_cast<double>(standing.decode_tokens) * beside_ms;
   const double from_queue_ms = from.PrefillFreeMs(now_ms) - now_ms;
   // When nobody comes any more, those who wait are still there.
   const bool presses =
       options.prefill_pressure >= kLeastPressure || from_queue_ms >= kLeastPressure * lasts_ms;
   if (!presses || !(stays.decode_step_ms > 0.0)) return std::nullopt;
-  const double kv_ms = options.kv_token_ms * static_cast<double>(standing->context_tokens);
+  const double kv_ms = options.kv_token_ms * static_cast<double>(standing.context_tokens);
   const std::int64_t more =
       kLateCutTokens + std::llround(std::ceil(std::min(kv_ms / stays.decode_step_ms, kMostSteps)));
-  const std::int64_t left = standing->decode_tokens - more;
+  const std::int64_t left = standing.decode_tokens - more;
   if (left < 1) return std::nullopt;
-  // The plan's price is that of the first decode there; those that are there share it.
-  stays.lost_prefill_ms /= static_cast<double>(std::max<std::int64_t>(1, from.Answers(now_ms)));
+  // The plan's price is that of the first decode there; those that decode there share it.
+  stays.lost_prefill_ms /= static_cast<double>(std::max<std::int64_t>(1, from.Decodes(now_ms)));
   stays.alpha_decode_tokens = decoding.emitted_tokens;
   Revision found;
   found.reason = RevisionReason::kGathersDecodes;
@@ -62,17 +61,14 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
   if (!(found.kept_objective_ms > least_gain_ms)) return std::nullopt;
 
   Outcome goes = search.PriceDecoding(decoding.beta, rest, options, now_ms);
-  // All that decode there, or are going to, have room beside it, also when they have grown as old
-  // as decodes become.
-  const std::int64_t decodes = to.Answers(now_ms) + 1;
-  const double step_ms =
-      to.cost_scale() * to.table().DecodesMs(decodes, options.mean_context_tokens);
-  if (std::max(goes.decode_step_ms, step_ms) > to.limits().step_ms) return std::nullopt;
+  if (goes.decode_step_ms > to.limits().step_ms) return std::nullopt;
   const double to_queue_ms = to.PrefillFreeMs(now_ms) - now_ms;
+  // As Sketch::RunningMs() has it.
+  const bool steps_are_full = to_queue_ms > 0.0 && std::isfinite(to.limits().step_ms);
   const double running_ms =
-      to_queue_ms > 0.0 ? std::max(goes.decode_step_ms, to.limits().step_ms) : goes.decode_step_ms;
-  const std::int64_t split = standing->context_tokens + more;
-  VirtualRequest first = *standing;
+      steps_are_full ? std::max(goes.decode_step_ms, to.limits().step_ms) : goes.decode_step_ms;
+  const std::int64_t split = standing.context_tokens + more;
+  VirtualRequest first = standing;
   first.decode_tokens = more;
   const auto computed = from.PredictChange(first, now_ms, Horizon::kEnd);
   if (!computed) return std::nullopt;
@@ -87,7 +83,7 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
   goes.gap_ms = std::max(options.hand_off_ms + 2.0 * running_ms,
                          continued.start_ms + running_ms - computed->end_ms);
   goes.lost_prefill_ms += stays.lost_prefill_ms * static_cast<double>(more) /
-                          static_cast<double>(standing->decode_tokens);
+                          static_cast<double>(standing.decode_tokens);
   goes.hand_off_ms = options.hand_off_price_ms;
   const double moving_ms = options.MovingMs(split);
   const auto overtaken = static_cast<double>(to.BeforeBeta(now_ms).requests);

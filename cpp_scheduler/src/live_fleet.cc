@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 
 #include "dynaserve/exhaustive_search.h"
@@ -101,6 +103,8 @@ double LiveFleet::At(double now_ms) { return now_ms_ = std::max(now_ms_, now_ms)
 void LiveFleet::Observe(const InstanceState& instance) {
   const auto found = instances_.find(instance.instance_id);
   if (found != instances_.end()) {
+    // One may have taken the other's place.
+    if (found->second.accepts_new != instance.accepts_new) planned_ms_ = kNeverPlanned;
     found->second.accepts_new = instance.accepts_new;
     if (found->second.limits == instance.limits) return;
   }
@@ -152,10 +156,15 @@ void LiveFleet::Remove(const InstanceId& instance_id) {
 
 void LiveFleet::CountArrival(const RequestSpec& request, double now_ms) {
   now_ms = At(now_ms);
-  const auto prompt = static_cast<double>(request.prompt_tokens);
-  const double output = bias_.Factor() * static_cast<double>(OutputsOf(request));
-  recent_.Count(prompt, output, now_ms);
-  lasting_.Count(prompt, output, now_ms);
+  // It goes to where most of it is cached, as a rule.
+  std::int64_t cached = 0;
+  for (const CachedPrefix& prefix : request.cached) cached = std::max(cached, prefix.tokens);
+  const std::int64_t most = std::max<std::int64_t>(0, request.prompt_tokens - 1);
+  const ArrivalRates::Arrival arrival{static_cast<double>(request.prompt_tokens),
+                                      static_cast<double>(std::min(cached, most)),
+                                      bias_.Factor() * static_cast<double>(OutputsOf(request))};
+  recent_.Count(arrival, now_ms);
+  lasting_.Count(arrival, now_ms);
 }
 
 // With one decode more.
@@ -201,7 +210,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   demand.mean_context_tokens = decodes > 0
                                    ? static_cast<double>(context) / static_cast<double>(decodes)
                                    : demand.answer_context_tokens;
-  if (const double prompt = lasting_.MeanPromptTokens(); prompt > 0.0) {
+  if (const double prompt = lasting_.MeanPrefillTokens(); prompt > 0.0) {
     demand.prompt_tokens = std::max<std::int64_t>(1, std::llround(prompt));
   }
   // Whoever has the most decodes by now: those that gathered once may have been away for long.
@@ -226,10 +235,10 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   // By the table's time: in that of a fleet that is slower, steps may take less and more arrives.
   limits.step_ms /= scale;
   // What has only begun to come is not in the last minute yet.
-  demand.recent_prefill_rate = scale * recent_.PromptTokens(now_ms);
-  const bool is_new = begins && recent_.PromptTokens(now_ms) > lasting_.PromptTokens(now_ms);
+  demand.recent_prefill_rate = scale * recent_.PrefillTokens(now_ms);
+  const bool is_new = begins && recent_.PrefillTokens(now_ms) > lasting_.PrefillTokens(now_ms);
   const ArrivalRates& rates = is_new ? recent_ : lasting_;
-  demand.prefill_rate = scale * rates.PromptTokens(now_ms);
+  demand.prefill_rate = scale * rates.PrefillTokens(now_ms);
   demand.output_rate = scale * rates.OutputTokens(now_ms);
   demand.output_rate_error = scale * rates.OutputTokensError(now_ms);
   demand.kv_token_ms = options_.kv_token_ms / scale;
@@ -263,22 +272,33 @@ SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) con
           instance.promised_tokens - own_promise};
 }
 
-// Where the gathering instances are short of room and none has any for this prompt, it costs
-// nothing to decode on the others.
+// Where the gathering instances are short of room or steps and none has any for this prompt, it
+// costs nothing to decode on the others.
 bool LiveFleet::GathererHasRoom(std::int64_t prompt_tokens, double now_ms) {
   if (!plan_.is_short_of_room && !plan_.is_short_of_steps) return true;
   return std::ranges::any_of(instances_, [&](auto& known) {
     Instance& instance = known.second;
-    if (!instance.gathers || !instance.accepts_new) return false;
-    const InstanceLimits& limits = instance.limits;
-    const ExecutionPredictor::Load load = instance.predictor->LoadThen(now_ms);
-    const double decodes_ms = instance.predictor->cost_scale() *
-                              table_->DecodesMs(load.decodes + 1, mean_context_tokens_);
-    if (plan_.is_short_of_steps && decodes_ms > kMostHeld * limits.step_ms) return false;
-    return load.decodes < limits.max_requests &&
-           static_cast<double>(load.kv_tokens + prompt_tokens) <=
-               kMostHeld * static_cast<double>(limits.kv_tokens);
+    return instance.gathers && instance.accepts_new && HasRoom(instance, prompt_tokens, now_ms);
   });
+}
+
+// Of steps, where its kind is short of these, and in any case of memory and seats.
+bool LiveFleet::HasRoom(Instance& gatherer, std::int64_t prompt_tokens, double now_ms) {
+  if (!plan_.is_short_of_room && !plan_.is_short_of_steps) return true;
+  const InstanceLimits& limits = gatherer.limits;
+  const ExecutionPredictor::Load load = gatherer.predictor->LoadThen(now_ms);
+  if (plan_.is_short_of_steps &&
+      AtMeanAgeMs(gatherer, load.decodes + 1) > kMostHeld * limits.step_ms) {
+    return false;
+  }
+  return load.decodes < limits.max_requests &&
+         static_cast<double>(load.kv_tokens + prompt_tokens) <=
+             kMostHeld * static_cast<double>(limits.kv_tokens);
+}
+
+// A step of so many decodes there, each as old as the fleet's are.
+double LiveFleet::AtMeanAgeMs(const Instance& instance, std::int64_t decodes) const {
+  return instance.predictor->cost_scale() * table_->DecodesMs(decodes, mean_context_tokens_);
 }
 
 SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) const {
@@ -289,7 +309,7 @@ SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) con
   options.arrivals_per_ms = recent_.Requests(now_ms) / static_cast<double>(instances);
   options.lost_share = plan_.lost_share;
   const double rate = plan_.prefill_rate;
-  options.prefill_pressure = rate > 0.0 ? std::min(1.0, recent_.PromptTokens(now_ms) / rate) : 1.0;
+  options.prefill_pressure = rate > 0.0 ? std::min(1.0, recent_.PrefillTokens(now_ms) / rate) : 1.0;
   options.mean_context_tokens = mean_context_tokens_;
   options.level_step_ms = level_step_ms_;
   return options;
@@ -298,10 +318,14 @@ SearchOptions LiveFleet::Circumstances(std::size_t instances, double now_ms) con
 Placement LiveFleet::ChooseDynamic(const RequestSpec& request,
                                    std::span<const InstanceLoad> accepting, double now_ms) {
   Plan(accepting, now_ms);
+  // By instance: a common prefix may be cached on each.
+  std::unordered_map<std::string_view, std::int64_t> cached;
+  for (const CachedPrefix& prefix : request.cached) cached[prefix.instance_id] = prefix.tokens;
   candidates_.clear();
   for (const InstanceLoad& load : accepting) {
     candidates_.push_back(Seen(instances_.at(load.instance_id)));
-    candidates_.back().cached_tokens = CachedOn(request, load.instance_id);
+    const auto found = cached.find(load.instance_id);
+    if (found != cached.end()) candidates_.back().cached_tokens = found->second;
   }
   if (!GathererHasRoom(request.prompt_tokens, now_ms)) {
     for (SearchInstance& instance : candidates_) instance.keeps_free = false;
@@ -645,14 +669,14 @@ void LiveFleet::StayOnAlpha(Entry& entry, double now_ms) {
   kept->second.promised_tokens += promised;
 }
 
-bool LiveFleet::MayLook(Instance& alpha, const Entry& entry, double now_ms) {
-  if (now_ms - alpha.looks_since_ms >= kLookEveryMs) {
+bool LiveFleet::MayLook(Looks& looks, const Entry& entry, double now_ms) {
+  if (now_ms - looks.since_ms >= kLookEveryMs) {
     // Looks were left: nobody waits for one any more.
-    if (alpha.looks < kMostLooks) alpha.round_ms = now_ms;
-    alpha.looks_since_ms = now_ms;
-    alpha.looks = 0;
+    if (looks.count < kMostLooks) looks.round_ms = now_ms;
+    looks.since_ms = now_ms;
+    looks.count = 0;
   }
-  return entry.looked_ms < alpha.round_ms && alpha.looks < kMostLooks;
+  return entry.looked_ms < looks.round_ms && looks.count < kMostLooks;
 }
 
 std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double now_ms) {
@@ -666,12 +690,12 @@ std::optional<Revision> LiveFleet::Revise(const std::string& request_id, double 
   const auto alpha = instances_.find(entry.parts[0].instance_id);
   const auto beta = instances_.find(entry.parts[1].instance_id);
   if (alpha == instances_.end() || beta == instances_.end()) return std::nullopt;
-  if (!MayLook(alpha->second, entry, now_ms)) return std::nullopt;
+  if (!MayLook(alpha->second.looks, entry, now_ms)) return std::nullopt;
   const std::int64_t most = kSoonSteps * alpha->second.limits.max_step_tokens;
   const std::int64_t before =
       alpha->second.predictor->PrefillTokens(now_ms, KeyOf(entry.ordinal, 0), most + 1);
   if (before > most) return std::nullopt;
-  ++alpha->second.looks;
+  ++alpha->second.looks.count;
   entry.looked_ms = now_ms;
   PendingHandOff pending;
   pending.alpha = Seen(alpha->second, entry.parts[0].promised_tokens);
@@ -730,12 +754,18 @@ void LiveFleet::CutWhole(const std::string& request_id, const InstanceId& beta,
   CutAt(entry, split_token, CutReadyMs(entry, split_token, split_token, now_ms), now_ms);
 }
 
-LiveFleet::Instance* LiveFleet::RoomiestGatherer(InstanceId& instance_id) {
+// Of those where all that decode, or are going to, have room beside one more, also when they have
+// grown as old as decodes become.
+LiveFleet::Instance* LiveFleet::RoomiestGatherer(std::int64_t context_tokens, double now_ms,
+                                                 InstanceId& instance_id) {
   Instance* roomiest = nullptr;
   std::int64_t most = std::numeric_limits<std::int64_t>::min();
   for (auto& [id, instance] : instances_) {
     const std::int64_t room = instance.limits.kv_tokens - instance.promised_tokens;
     if (!instance.gathers || !instance.accepts_new || room <= most) continue;
+    if (!HasRoom(instance, context_tokens, now_ms)) continue;
+    const std::int64_t decodes = instance.predictor->Answers(now_ms) + 1;
+    if (AtMeanAgeMs(instance, decodes) > instance.limits.step_ms) continue;
     roomiest = &instance;
     most = room;
     instance_id = id;
@@ -748,18 +778,19 @@ std::optional<Revision> LiveFleet::ReviseWhole(Entry& entry, double now_ms) {
   Part& part = entry.parts.front();
   const auto alpha = instances_.find(part.instance_id);
   if (alpha == instances_.end()) return std::nullopt;
+  Instance& from = alpha->second;
   // One that takes no new prompts is not kept free for them.
-  if (alpha->second.gathers || !alpha->second.accepts_new) return std::nullopt;
-  if (now_ms < alpha->second.cuts_late_until_ms) return std::nullopt;
-  entry.looked_ms = now_ms;
-  const std::uint64_t key = KeyOf(entry.ordinal, 0);
-  const auto standing = alpha->second.predictor->Find(key, now_ms);
+  if (from.gathers || !from.accepts_new || now_ms < from.cuts_late_until_ms) return std::nullopt;
+  if (!MayLook(from.late_looks, entry, now_ms)) return std::nullopt;
+  const auto standing = from.predictor->Find(KeyOf(entry.ordinal, 0), now_ms);
   if (!standing || standing->prefill_tokens > 0) return std::nullopt;
+  ++from.late_looks.count;
+  entry.looked_ms = now_ms;
   InstanceId beta_id;
-  Instance* beta = RoomiestGatherer(beta_id);
-  if (beta == nullptr || !GathererHasRoom(standing->context_tokens, now_ms)) return std::nullopt;
+  Instance* beta = RoomiestGatherer(standing->context_tokens, now_ms, beta_id);
+  if (beta == nullptr) return std::nullopt;
   const DecodingWhole decoding{
-      Seen(alpha->second, part.promised_tokens), Seen(*beta), key,
+      Seen(from, part.promised_tokens), Seen(*beta), *standing,
       static_cast<double>(standing->context_tokens - entry.prompt_tokens + 1)};
   std::optional<Revision> revision = GatherDecode(
       search_, decoding, entry.request, Circumstances(planned_instances_, now_ms), {}, now_ms);
@@ -768,7 +799,7 @@ std::optional<Revision> LiveFleet::ReviseWhole(Entry& entry, double now_ms) {
   // What is expected of it by now.
   entry.request.expected_output_tokens = standing->end_token() - entry.prompt_tokens + 1;
   AddBeta(entry, beta_id);
-  alpha->second.cuts_late_until_ms = revision->hand_off_ms;
+  from.cuts_late_until_ms = revision->hand_off_ms;
   CutAt(entry, *revision->split_token, revision->hand_off_ms, now_ms);
   return revision;
 }

@@ -167,22 +167,25 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
   const auto likely_end =
       static_cast<double>(ComputedTokens(request.prompt_tokens, request.likely_output_tokens));
   outcome.overflow_tokens = std::max(0.0, likely_end - decoding.room_tokens);
-  if (decoding.keeps_free) {
-    // A step beside prefill lasts as long as it may.  What is lost delays everyone who comes before
-    // the queue is empty again, which takes the longer the busier the fleet is.
-    const double step_ms = std::max(decoding.decode_step_ms, decoding.limit_ms);
-    const double lasts_ms = outcome.decode_tokens * step_ms;
-    // It prefills for as long as its queue lasts, whoever comes.
-    const double pressure =
-        std::max(options.prefill_pressure, std::min(1.0, decoding.queue_ms / lasts_ms));
-    const double lost_ms = pressure * options.lost_share * lasts_ms;
-    const double others_ms =
-        std::max(static_cast<double>(decoding.behind) * lost_ms,
-                 OthersWaitMs(decoding.queue_ms, lost_ms, options.arrivals_per_ms));
-    outcome.lost_prefill_ms =
-        (lost_ms + others_ms) / (1.0 - std::min(options.prefill_pressure, kMostPressure));
-  }
+  outcome.lost_prefill_ms = LostPrefillMs(decoding, outcome.decode_tokens, options);
   return outcome;
+}
+
+double SplitSearch::LostPrefillMs(const Sketch& decoding, double decode_tokens,
+                                  const SearchOptions& options) {
+  if (!decoding.keeps_free || !(decode_tokens > 0.0)) return 0.0;
+  // A step beside prefill lasts as long as it may.  What is lost delays everyone who comes before
+  // the queue is empty again, which takes the longer the busier the fleet is.
+  const double step_ms = std::max(decoding.decode_step_ms, decoding.limit_ms);
+  const double lasts_ms = decode_tokens * step_ms;
+  // It prefills for as long as its queue lasts, whoever comes.
+  const double pressure =
+      std::max(options.prefill_pressure, std::min(1.0, decoding.queue_ms / lasts_ms));
+  const double lost_ms = pressure * options.lost_share * lasts_ms;
+  const double others_ms =
+      std::max(static_cast<double>(decoding.behind) * lost_ms,
+               OthersWaitMs(decoding.queue_ms, lost_ms, options.arrivals_per_ms));
+  return (lost_ms + others_ms) / (1.0 - std::min(options.prefill_pressure, kMostPressure));
 }
 
 Outcome SplitSearch::PriceDecoding(const SearchInstance& instance, const SearchRequest& request,

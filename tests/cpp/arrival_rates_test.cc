@@ -17,30 +17,30 @@ constexpr double kLongAgo = 1e9;
 TEST(NothingComesBeforeTheFirst) {
   const ArrivalRates rates(10'000.0);
   CHECK(rates.Requests(kLongAgo) == 0.0 && rates.OutputTokens(kLongAgo) == 0.0);
-  CHECK(rates.MeanPromptTokens() == 0.0 && rates.MeanContextTokens() == 0.0);
+  CHECK(rates.MeanPrefillTokens() == 0.0 && rates.MeanContextTokens() == 0.0);
 }
 
 TEST(ASteadyStreamHasItsRateFromAnEighthOfAWindowOn) {
   ArrivalRates rates(60'000.0);
   for (double now_ms = kLongAgo; now_ms < kLongAgo + 300'000.0; now_ms += 100.0) {
-    rates.Count(2000.0, 500.0, now_ms);
+    rates.Count({2000.0, 0.0, 500.0}, now_ms);
     if (now_ms < kLongAgo + 8'000.0) continue;
     CHECK(Near(rates.Requests(now_ms), 0.01, 0.02));
-    CHECK(Near(rates.PromptTokens(now_ms), 20.0, 0.02));
+    CHECK(Near(rates.PrefillTokens(now_ms), 20.0, 0.02));
     CHECK(Near(rates.OutputTokens(now_ms), 5.0, 0.02));
   }
 }
 
 TEST(TheFirstRequestIsNotTakenForAFlood) {
   ArrivalRates rates(60'000.0);
-  rates.Count(100.0, 10.0, kLongAgo);
+  rates.Count({100.0, 0.0, 10.0}, kLongAgo);
   CHECK(Near(rates.Requests(kLongAgo), 1.0 / 3'000.0, 1e-9));
 }
 
 // Relative; of answers to prompts of 1,000 tokens, all at once.
 double Error(std::span<const double> outputs) {
   ArrivalRates rates(60'000.0);
-  for (const double output : outputs) rates.Count(1000.0, output, kLongAgo);
+  for (const double output : outputs) rates.Count({1000.0, 0.0, output}, kLongAgo);
   return rates.OutputTokensError(kLongAgo) / rates.OutputTokens(kLongAgo);
 }
 
@@ -56,14 +56,15 @@ TEST(OneLongAnswerAmongAFewIsMostlyChance) {
 
 TEST(AnswersThatGoWithTheirPromptsAreSure) {
   ArrivalRates rates(60'000.0);
-  for (const double prompt : {100.0, 5000.0, 700.0}) rates.Count(prompt, 0.5 * prompt, kLongAgo);
+  for (const double prompt : {100.0, 5000.0, 700.0})
+    rates.Count({prompt, 0.0, 0.5 * prompt}, kLongAgo);
   CHECK(rates.OutputTokensError(kLongAgo) < 1e-6 * rates.OutputTokens(kLongAgo));
 }
 
 TEST(TheErrorOfASteadyStreamIsThatOfTwoWindows) {
   ArrivalRates rates(60'000.0);
   for (int i = 0; i < 6000; ++i) {
-    rates.Count(1000.0, i % 2 == 0 ? 100.0 : 300.0, kLongAgo + 100.0 * i);
+    rates.Count({1000.0, 0.0, i % 2 == 0 ? 100.0 : 300.0}, kLongAgo + 100.0 * i);
   }
   const double last_ms = kLongAgo + 599'900.0;
   // Weights that fade by e in 600 requests tell as much as 1,200 equal ones.
@@ -73,17 +74,26 @@ TEST(TheErrorOfASteadyStreamIsThatOfTwoWindows) {
 
 TEST(WhatDoesNotComeAnyMoreFades) {
   ArrivalRates rates(10'000.0);
-  for (int i = 0; i < 1000; ++i) rates.Count(100.0, 10.0, kLongAgo + 100.0 * i);
+  for (int i = 0; i < 1000; ++i) rates.Count({100.0, 0.0, 10.0}, kLongAgo + 100.0 * i);
   const double last_ms = kLongAgo + 99'900.0;
   CHECK(Near(rates.Requests(last_ms + 20'000.0), 0.01 * std::exp(-2.0), 0.02));
 }
 
 TEST(ADecodeIsAsOftenSeenAsItHasSteps) {
   ArrivalRates rates(60'000.0);
-  rates.Count(1000.0, 300.0, kLongAgo);
-  rates.Count(4000.0, 100.0, kLongAgo);
-  CHECK(Near(rates.MeanPromptTokens(), 2500.0, 1e-9));
+  rates.Count({1000.0, 0.0, 300.0}, kLongAgo);
+  rates.Count({4000.0, 0.0, 100.0}, kLongAgo);
+  CHECK(Near(rates.MeanPrefillTokens(), 2500.0, 1e-9));
   CHECK(Near(rates.MeanContextTokens(), (300.0 * 1150.0 + 100.0 * 4050.0) / 400.0, 1e-9));
+}
+
+TEST(WhatIsCachedIsContextAndNoPrefill) {
+  ArrivalRates rates(60'000.0), all(60'000.0);
+  rates.Count({4000.0, 3000.0, 100.0}, kLongAgo);
+  all.Count({4000.0, 0.0, 100.0}, kLongAgo);
+  CHECK(Near(rates.PrefillTokens(kLongAgo), 0.25 * all.PrefillTokens(kLongAgo), 1e-9));
+  CHECK(Near(rates.MeanPrefillTokens(), 1000.0, 1e-9));
+  CHECK(rates.MeanContextTokens() == all.MeanContextTokens());
 }
 
 }  // namespace

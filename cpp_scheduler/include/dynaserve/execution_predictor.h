@@ -181,6 +181,9 @@ class ExecutionPredictor {
   // The decode of the request `without` is left out.
   Load LoadThen(double now_ms, std::optional<std::uint64_t> without = std::nullopt);
 
+  // Requests that decode there now.
+  std::int64_t Decodes(double now_ms);
+
   // Requests that decode there now, or are going to, as far as there are seats; `without` is left
   // out.
   std::int64_t Answers(double now_ms, std::optional<std::uint64_t> without = std::nullopt);

@@ -18,16 +18,15 @@ namespace dynaserve {
 // Tokens that alpha still decodes at the least: meanwhile beta is told, and gets the KV.
 inline constexpr std::int64_t kLateCutTokens = 8;
 
-// A whole request that decodes on `alpha`, which is kept free; beta is not.  promised_tokens of
-// alpha: without what this request was promised.
+// A whole request that decodes on `alpha`, which is kept free, as it stands on its timeline; beta
+// is not kept free.  promised_tokens of alpha: without what this request was promised.
 struct DecodingWhole {
   SearchInstance alpha, beta;
-  std::uint64_t alpha_key = 0;
+  VirtualRequest standing;
   double emitted_tokens = 0.0;
 };
 
-// Where it is cut, and when beta is ready; nullopt: it stays, has not begun to decode, or is about
-// to end.
+// Where it is cut, and when beta is ready; nullopt: it stays, or is about to end.
 std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& decoding,
                                      const SearchRequest& request, const SearchOptions& options,
                                      const RevisionOptions& revision, double now_ms);

@@ -102,7 +102,7 @@ class LiveFleet {
   // prefill ahead of it fits into kSoonSteps full steps: until its turn comes, much may change.
   // Also whether a request that kDynamic placed whole should be cut, once, that decodes where the
   // plan keeps free of decodes (late_cut.h): of an instance one after the other, as their KV leaves
-  // over the same link.
+  // over the same link, and no more of them are looked at within that time.
   std::optional<Revision> Revise(const std::string& request_id, double now_ms);
 
   // Somebody else has moved the hand-off, or lifted it (nullopt): it is theirs from now on, and not
@@ -129,15 +129,19 @@ class LiveFleet {
   void CheckInvariants() const;
 
  private:
+  struct Looks {
+    double round_ms = 0.0;  // since then, each is looked at once
+    double since_ms = 0.0;
+    int count = 0;  // since then
+  };
   struct Instance {
     std::unique_ptr<ExecutionPredictor> predictor;
     InstanceLimits limits;
     bool accepts_new = true;
     bool gathers = false;
     double cuts_late_until_ms = 0.0;  // the last request that was cut late here is handed over then
-    double round_ms = 0.0;            // since then, each of its hand-offs is looked at once
-    double looks_since_ms = 0.0;
-    int looks = 0;                     // since then
+    Looks looks;                      // at its hand-offs,
+    Looks late_looks;                 // and at what decodes there whole
     std::int64_t promised_tokens = 0;  // others' included
     std::int64_t others_promised = 0;
     double log_scale = 0.0;
@@ -178,14 +182,16 @@ class LiveFleet {
   SearchOptions Circumstances(std::size_t instances, double now_ms) const;
   SearchInstance Seen(Instance& instance, std::int64_t own_promise = 0) const;
   bool GathererHasRoom(std::int64_t prompt_tokens, double now_ms);
+  bool HasRoom(Instance& gatherer, std::int64_t prompt_tokens, double now_ms);
+  double AtMeanAgeMs(const Instance& instance, std::int64_t decodes) const;
   void CountStep(Instance& instance, const BatchShape& shape, double measured_ms, double now_ms);
   // Of a decode that would take known_ms, if nobody else came.
   double DecodingMs(const Instance& instance, double known_ms, std::int64_t tokens,
                     double now_ms) const;
   std::optional<Revision> ReviseWhole(Entry& entry, double now_ms);
   void AddBeta(Entry& entry, const InstanceId& beta);
-  Instance* RoomiestGatherer(InstanceId& instance_id);
-  static bool MayLook(Instance& alpha, const Entry& entry, double now_ms);
+  Instance* RoomiestGatherer(std::int64_t context_tokens, double now_ms, InstanceId& instance_id);
+  static bool MayLook(Looks& looks, const Entry& entry, double now_ms);
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
   void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);

@@ -56,10 +56,10 @@ struct SplitSearch::Sketch {
   double LastTokens(double tokens) const {
     return tokens - full_step_tokens * std::max(0.0, std::ceil(tokens / full_step_tokens) - 1.0);
   }
-  // A step of its decodes, beside prefill if there is any.
+  // A step of its decodes.  Beside prefill where anything runs now: until a beta is there, prompts
+  // may be, and a gap is late where they were not counted.
   double RunningMs() const { return queue_ms > 0.0 ? full_step_ms : decode_step_ms; }
-  // Within two steps, one that runs and one of its own, a decode that comes has a token.  Where
-  // prompts wait, both are full.
+  // Within two steps, one that runs and one of its own, a decode that comes has a token.
   double TwoStepsMs() const { return 2.0 * RunningMs(); }
   // When a beta with so much of the prompt left would begin.
   double BetaBeginsMs(std::int64_t rest_tokens) const {

@@ -162,6 +162,9 @@ class SplitSearch {
                  const SearchOptions& options, double now_ms);
   Outcome Priced(const Sketch& decoding, const SearchRequest& request,
                  const SearchOptions& options) const;
+  // On an instance that is kept free, of so many tokens of an answer.
+  static double LostPrefillMs(const Sketch& decoding, double decode_tokens,
+                              const SearchOptions& options);
   static Outcome PricedInAnswer(const Sketch& alpha, const Sketch& beta, std::int64_t split_token,
                                 const SearchRequest& request, const SearchOptions& options);
   double GuessInAnswer(const Sketch& alpha, const Sketch& beta, std::int64_t split_token,
