@@ -54,7 +54,7 @@ stubs: dev ## regenerate dynaserve/_core.pyi
 bench-batching: runtime ## stock vLLM against SLO-aware batches on this machine; ARGS="--traces DIR", QUICK=1 takes twelve minutes
 	$(BIN)/python -m benchmarks.batching $(if $(QUICK),--quick) $(ARGS)
 
-bench-compare: dev ## capacity of stock vLLM and of our policies in turns, in hours; goes on where it stopped; ARGS="--traces DIR ..." options
+bench-compare: dev ## capacity of stock vLLM and of our policies in turns: all of it takes days, ARGS choose; goes on where it stopped; ARGS="--traces DIR ..." options
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 
 bench-compare-quick: dev ## the same as a smoke test of some ten minutes; ARGS="--traces DIR ..." options

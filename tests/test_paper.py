@@ -265,8 +265,9 @@ BEGINNINGS: Mapping[str, Sequence[str]] = {
         *[f"most of dynamic / {system}" for system in ("coloc, chunk 256", "coloc", "disagg", "SLO-aware coloc")],
     ],
     "figure9": [
-        *[f"{workload} {system}" for workload, system in product(FEW, ("coloc, best chunk ", *SYSTEMS))],
-        *[f"dynamic / {system}, {ratio}" for system, ratio in product(OF_FIGURE_9, ("mean of 2", "least", "most"))],
+        *[f"{' '.join(of)} {system}" for of, system in product(product(MODELS, FEW), ("coloc, best chunk ", *SYSTEMS))],
+        *[f"{size} dynamic / {system}, mean of 2" for size, system in product(MODELS, OF_FIGURE_9)],
+        *[f"dynamic / {system}, {ratio}" for system, ratio in product(OF_FIGURE_9, ("mean of 6", "least", "most"))],
     ],
     "figure9-why": [f"dynamic / coloc, chunk {chunk}, mean of 2" for chunk in (256, 320, 384, 416, 448, 480, 512, 640)],
     "figure10": [f"{told}, minutes {part}" for told, part in product(("coloc, chunk 512", *SYSTEMS[1:]), ("0 to 6", "6 to 12"))],

@@ -22,8 +22,8 @@ MOST_TOKENS = 4096
 OURS, STOCK, SLO_COLOCATED, DISAGGREGATED = "dynamic", "stock", "slo-colocated", "disaggregated"
 BEHIND_OURS = "colocated-64"
 """As `stock-64`, but with our front-end before it: what that costs on the cores that it shares with the instances."""
-CHUNKS = (64, 96, 128, 256, 384, 512, 1024)
-"""The first three are 256, 384 and 512 where lengths are divided by four."""
+CHUNKS = (32, 64, 96, 128, 256, 384, 512, 1024)
+"""The first four are 128, 256, 384 and 512 where lengths are divided by four."""
 
 
 @dataclass(frozen=True)

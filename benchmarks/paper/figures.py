@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -100,26 +100,30 @@ def figure8(bench: Bench) -> list[Row]:
     return rows
 
 
-def figure9(bench: Bench) -> list[Row]:
-    """Capacity by workload, requests/s, and the mean, the least and the most of the ratios."""
-    rows = []
-    over: dict[str, list[float]] = {"coloc, best chunk": [], "coloc, chunk 2048": [], "disagg": [], "SLO-aware coloc": []}
-    for workload, first in WORKLOADS.items():
-        chunk, best = bench.best_chunk(workload, first)
-        found = {
-            "coloc, best chunk": best,
-            "coloc, chunk 2048": bench.capacity(workload, first, *chunked("2048")),
-            "disagg": bench.capacity(workload, first, *DISAGGREGATED),
-            "SLO-aware coloc": bench.capacity(workload, first, *SLO_AWARE),
-        }
-        dynamic = bench.capacity(workload, first, *DYNAMIC)
-        rows += [Row(f"{workload} {name} {chunk if 'best' in name else ''}".strip(), value) for name, value in found.items()]
-        rows.append(Row(f"{workload} dynamic", dynamic))
-        for name, value in found.items():
-            if value:
-                over[name].append(dynamic / value)
-    rows += [row for name, ratios in over.items() if ratios for row in ratio_rows(name, ratios)]
-    return rows
+def figure9(bench: Bench) -> Iterator[Row]:
+    """Capacity by model and workload, requests/s, and the mean, the least and the most of the ratios, of each model and of all."""
+    all_over: dict[str, list[float]] = {}
+    for size, model in MODELS.items():
+        scaled, over = replace(bench, model=model), dict[str, list[float]]()
+        for workload, first in WORKLOADS.items():
+            chunk, best = scaled.best_chunk(workload, first)
+            found = {
+                "coloc, best chunk": best,
+                "coloc, chunk 2048": scaled.capacity(workload, first, *chunked("2048")),
+                "disagg": scaled.capacity(workload, first, *DISAGGREGATED),
+                "SLO-aware coloc": scaled.capacity(workload, first, *SLO_AWARE),
+            }
+            dynamic = scaled.capacity(workload, first, *DYNAMIC)
+            for name, value in found.items():
+                yield Row(f"{size} {workload} {name} {chunk if 'best' in name else ''}".strip(), value)
+                if value:
+                    over.setdefault(name, []).append(dynamic / value)
+                    all_over.setdefault(name, []).append(dynamic / value)
+            yield Row(f"{size} {workload} dynamic", dynamic)
+        for name, ratios in over.items():
+            yield Row(f"{size} dynamic / {name}, mean of {len(ratios)}", float(np.mean(ratios)))
+    for name, ratios in all_over.items():
+        yield from ratio_rows(name, ratios)
 
 
 def ratio_rows(name: str, ratios: Sequence[float]) -> list[Row]:

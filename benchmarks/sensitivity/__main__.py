@@ -4,10 +4,10 @@
         --roofline 10,0.2,16,0.00002,0.2,0.0005 --workload sample --rate 4 --requests 300
 
 What follows `--` are options of `dynaserve simulate`, but for those that the sweep gives: --policy, --batching, and what is swept. Each
-line of the plot is a system: round robin over vLLM's fixed chunks (2048 unless the sweep is over chunks), round robin over SLO-aware
+line of the plot is a system: round robin over vLLM's fixed chunks (2048, and 384, unless the sweep is over chunks), round robin over SLO-aware
 batches, disaggregation with fixed chunks, and the two policies that predict. `split` has one line only, from requests that are not cut over
 cuts ever later in them (of all their tokens) to `dynamic`. `mix` is over the share of azure-code among requests of which the others are
-azure-conv (`--traces` names the folder of both). `kv-transfer` needs --kv-gbytes-per-s. The table is written after each point, the plot at
+bursty-chat; a half of each is `hybrid` (`--traces` names the folder of both). `kv-transfer` needs --kv-gbytes-per-s. The table is written after each point, the plot at
 the end.
 The work of prefill and of decoding over the time of a trace: `python -m benchmarks.sensitivity.balance`.
 """
@@ -31,7 +31,7 @@ from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable, write_in_one_move
 
 CUTS = ("round-robin", *(f"fixed:{tenths / 10:g}" for tenths in range(1, 10)), "dynamic")
-MIXES = tuple(f"mixed:{share:g},azure-code,azure-conv" for share in (0, 0.25, 0.5, 0.75, 1))
+MIXES = tuple(f"mixed:{share:g},azure-code,bursty-chat" for share in (0, 0.25, 0.5, 0.75, 1))
 SWEEPS = {
     "chunk": ("--chunk", ("128", "256", "384", "512", "1024", "2048")),
     "slo": ("--tbt-slo-ms", ("50", "75", "100", "150", "200", "400")),
@@ -47,14 +47,18 @@ SWEEPS = {
 """The option of `dynaserve simulate` that is swept, and its values."""
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
     "fixed chunk": ("--policy", "round-robin", "--batching", "vllm"),
+    "chunk 384": ("--policy", "round-robin", "--batching", "vllm", "--chunk", "384"),
     "SLO-aware": ("--policy", "round-robin", "--batching", "slo"),
     "disaggregated": ("--policy", "disaggregated", "--batching", "vllm"),
     "dynamic": ("--policy", "dynamic", "--batching", "slo"),
     "paper": ("--policy", "paper", "--batching", "slo"),
 }
 
-OTHER_SYSTEMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {"split": {"SLO-aware": ("--batching", "slo")}}
-"""Where the policy is what is swept."""
+OTHER_SYSTEMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "split": {"SLO-aware": ("--batching", "slo")},
+    "chunk": {name: options for name, options in SYSTEMS.items() if name != "chunk 384"},
+}
+"""Where what makes a system is what is swept."""
 OF_SYSTEMS = ("--policy", "--batching")
 """What makes a system."""
 NEEDED = {"kv-transfer": "--kv-gbytes-per-s"}
