@@ -42,7 +42,7 @@ def test_the_best_of_several_baselines_is_named() -> None:
     one = compared(stock_256=outcome(2.0), stock_384=outcome(2.5), disaggregated=outcome(1.0), dynamic=outcome(3.0, front_cores=0.25))
     lines = table.markdown([one]).splitlines()
     assert "| dynamic | 3 / 50 / 1.5 / 0.25 | 4.0 |" in lines
-    assert "| the best of chunks 64, 128, 256, 512, 1024 and disaggregation | 1.50 (stock-256) | 1.50 |" in lines
+    assert "| the best of chunks 32, 64, 128, 256, 512, 1024 and disaggregation | 1.50 (stock-256) | 1.50 |" in lines
     assert "| the best of all baselines | 1.20 (stock-384) | 1.20 |" in lines
     assert "| SLO-aware colocation | - | - |" in lines
 
@@ -89,7 +89,7 @@ def test_aims_are_met_or_missed_or_not_measured() -> None:
     assert "MISSED: at least 4 times stock's default chunk, mean of azure-code: 3.00" in told
     assert "met: at least 0.97 times stock's default chunk, each of mini-reasoning: 0.97" in told
     assert "MISSED: at least 1.08 times SLO-aware colocation, each of azure-code: 1.00" in told
-    tuned = "the best of chunks 64, 128, 256, 512, 1024 and disaggregation"
+    tuned = "the best of chunks 32, 64, 128, 256, 512, 1024 and disaggregation"
     assert f"not measured, or no baseline is servable: at least 1.15 times {tuned}" in told
     assert any(line.startswith("met: at least 0.97 times the best of all baselines, each of azure-code, mini-reasoning") for line in told)
     assert all("1.2 times" not in line for line in told)

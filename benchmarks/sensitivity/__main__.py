@@ -4,11 +4,11 @@
         --roofline 10,0.2,16,0.00002,0.2,0.0005 --workload sample --rate 4 --requests 300
 
 What follows `--` are options of `dynaserve simulate`, but for those that the sweep gives: --policy, --batching, and what is swept. Each
-line of the plot is a system: round robin over vLLM's fixed chunks (2048, and 384, unless the sweep is over chunks), round robin over SLO-aware
-batches, disaggregation with fixed chunks, and the two policies that predict. `split` has one line only, from requests that are not cut over
-cuts ever later in them (of all their tokens) to `dynamic`. `mix` is over the share of azure-code among requests of which the others are
-bursty-chat; a half of each is `hybrid` (`--traces` names the folder of both). `kv-transfer` needs --kv-gbytes-per-s. The table is written after each point, the plot at
-the end.
+line of the plot is a system: round robin over vLLM's fixed chunks (2048, and 384, unless the sweep is over chunks), round robin over
+SLO-aware batches, disaggregation with fixed chunks, and the two policies that predict. `split` has one line only, from requests that are
+not cut over cuts ever later in them (of all their tokens) to `dynamic`. `mix` is over the share of azure-code among requests of which the
+others are bursty-chat; a half of each is `hybrid` (`--traces` names the folder of both). `kv-transfer` needs --kv-gbytes-per-s. The table
+is written after each point, the plot at the end.
 The work of prefill and of decoding over the time of a trace: `python -m benchmarks.sensitivity.balance`.
 """
 
