@@ -434,7 +434,7 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         most -= 1
     in_steps = generated(most_within(math.inf, to_come, gathering_ms))
 
-    def rate(gathering: int, slack: float = 1.0) -> float:
+    def gathered(gathering: int, slack: float = 1.0) -> float:
         if most == 0:
             return 0.0
         held = min(int(slack * most), decodes / gathering)
@@ -444,8 +444,15 @@ def test_the_plan_has_the_highest_rate_of_all_but_for_what_a_change_has_to_gain(
         prefilled = (instances - gathering) * beside(others)
         each = outputs * min(arriving, colocated) / gathering
         all_seats_ms = min(int(kv_tokens / to_come), limits.max_requests) / each if each else math.inf
-        found = gathering * beside(held, min(step_ms, all_seats_ms)) + (moved / share if prefilled * share > moved else prefilled)
-        return found if outputs * min(arriving, found) <= 1.5 * gathering * in_steps * slack else 0.0
+        return gathering * beside(held, min(step_ms, all_seats_ms)) + (moved / share if prefilled * share > moved else prefilled)
+
+    def rate(gathering: int, slack: float = 1.0) -> float:
+        found = gathered(gathering, slack)
+        brought = outputs * min(arriving, found)
+        is_full = brought > 0.9 * gathering * in_steps
+        if gathering + 1 < instances and is_full and gathered(gathering + 1) >= arriving:
+            return 0.0
+        return found if brought <= 1.5 * gathering * in_steps * slack else 0.0
 
     assert plan.colocated_rate == pytest.approx(colocated)
     if plan.gathering:
@@ -579,6 +586,21 @@ def test_gathering_instances_are_short_of_steps_where_answers_are_what_the_fleet
 
     assert [is_short(0.5 * colocated_rate, share * most_rate) for share in (0.99, 1.01)] == [False, True]
     assert not is_short(1.01 * colocated_rate, 1.01 * most_rate)
+
+
+def test_more_gather_where_those_that_do_are_full_and_the_rest_prefills_what_arrives() -> None:
+    table, limits = ProfileTable(A100), InstanceLimits(step_ms=50.0)
+    most = max(n for n in range(1, 257) if _decodes_ms(table, n, 1000.0) <= 50.0)
+    most_rate = most / _decodes_ms(table, most, 1000.0)
+    free = prefill_rate(table, limits, 0, 1000.0, 2000)
+
+    def gathering(prefill: float, share: float) -> int:
+        rates = {"prefill_rate": prefill, "output_rate": share * most_rate}
+        demand = FleetDemand(instances=4, decodes=40, mean_context_tokens=1000.0, prompt_tokens=2000, answer_context_tokens=1000.0, **rates)
+        return plan_fleet(table, limits, demand, 1).gathering
+
+    assert [gathering(1.5 * free, share) for share in (0.8, 1.1)] == [1, 2]
+    assert gathering(3.5 * free, 1.1) == 1, "two would not prefill what arrives"
 
 
 def test_a_plan_stays_while_another_is_hardly_better() -> None:

@@ -15,6 +15,8 @@ constexpr std::int64_t kMostTried = 32;
 constexpr std::size_t kMostPrompts = 32;
 // Of the time without decodes: beyond, how many there are in the rest of it is lost in rounding.
 constexpr double kAlways = 1.0 - 1e-9;
+// Of what gathering instances generate: beyond, requests wait for a seat there.
+constexpr double kFull = 0.9;
 // Standard errors, which what is measured exceeds by chance once in ten times.
 constexpr double kByChance = 1.28;
 
@@ -67,10 +69,17 @@ class Rates {
            (others * share > carried ? carried / share : others);
   }
 
-  // The same; 0 where they would not keep up.
+  // The same; 0 where they would not keep up, or are as good as full while the fleet would prefill
+  // all that arrives with one more of them.
   double Sustained(std::int64_t gathering, bool kept = false) const {
     const double rate = Gathered(gathering, kept);
-    const double most = most_load_ * static_cast<double>(gathering) * generated_;
+    const double generated = static_cast<double>(gathering) * generated_;
+    const double most = most_load_ * generated;
+    const bool may_be_more = gathering + 1 < demand_.instances;
+    if (may_be_more && Brought(Sure(), rate) > kFull * generated &&
+        Gathered(gathering + 1) >= demand_.prefill_rate) {
+      return 0.0;
+    }
     return Brought(Sure(), rate) <= (kept ? kept_load_ * most : most) ? rate : 0.0;
   }
 
