@@ -102,9 +102,9 @@ def figure8(bench: Bench) -> list[Row]:
 
 def figure9(bench: Bench) -> Iterator[Row]:
     """Capacity by model and workload, requests/s, and the mean, the least and the most of the ratios, of each model and of all."""
-    all_over: dict[str, list[float]] = {}
+    over: dict[str, dict[str, list[float]]] = {}
     for size, model in MODELS.items():
-        scaled, over = replace(bench, model=model), dict[str, list[float]]()
+        scaled = replace(bench, model=model)
         for workload, first in WORKLOADS.items():
             chunk, best = scaled.best_chunk(workload, first)
             found = {
@@ -117,13 +117,12 @@ def figure9(bench: Bench) -> Iterator[Row]:
             for name, value in found.items():
                 yield Row(f"{size} {workload} {name} {chunk if 'best' in name else ''}".strip(), value)
                 if value:
-                    over.setdefault(name, []).append(dynamic / value)
-                    all_over.setdefault(name, []).append(dynamic / value)
+                    over.setdefault(name, {}).setdefault(size, []).append(dynamic / value)
             yield Row(f"{size} {workload} dynamic", dynamic)
-        for name, ratios in over.items():
+    for name, by_size in over.items():
+        for size, ratios in by_size.items():
             yield Row(f"{size} dynamic / {name}, mean of {len(ratios)}", float(np.mean(ratios)))
-    for name, ratios in all_over.items():
-        yield from ratio_rows(name, ratios)
+        yield from ratio_rows(name, [ratio for ratios in by_size.values() for ratio in ratios])
 
 
 def ratio_rows(name: str, ratios: Sequence[float]) -> list[Row]:

@@ -80,10 +80,11 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
 // Nothing is gathered where those instances would not keep up with the answers, in steps of at most
 // limits.step_ms; they are short of room where seats and KV memory do not suffice to generate what
 // arrives, and short of steps where those of limits.step_ms do not, of decodes alone, and prompts
-// are not what the fleet lacks.  What the others prefill has to be moved to the gathering
-// instances: no more of it counts than the links carry. `current` (its number of gathering
-// instances) stays unless another plan gains least_gain, or it gains less than least_kept itself.
-// Above 32 instances the numbers tried are 32, spread geometrically.
+// are not what the fleet lacks.  No number of them is taken which answers fill to nine tenths if
+// the fleet prefills all that arrives with one more.  What the others prefill has to be moved to
+// the gathering instances: no more of it counts than the links carry. `current` (its number of
+// gathering instances) stays unless another plan gains least_gain, or it gains less than least_kept
+// itself. Above 32 instances the numbers tried are 32, spread geometrically.
 FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
                     const FleetDemand& demand, std::int64_t current,
                     const PlannerOptions& options = {});
