@@ -171,9 +171,34 @@ class LiveFleet {
     bool may_cut_late = false;  // it was placed whole, by nobody's wish
   };
 
+  struct Member {
+    Instance* instance = nullptr;
+    std::int64_t decodes = 0;  // once its queue is over
+  };
+  // Of the instances that accept requests; decodes are those that run once the queues are over.
+  struct Census {
+    std::vector<Member> members;
+    InstanceLimits limits;  // what each of them is up to
+    std::int64_t decodes = 0;
+    std::int64_t context_tokens = 0;  // of these decodes
+    std::int64_t answers = 0;         // that run now or are going to
+    double cost_scale = 0.0;          // the mean
+    double gathering_cost = 1.0;      // FleetDemand has it
+  };
+
+  // live_fleet.cc
   double At(double now_ms);
   void Install(Instance& instance, std::unique_ptr<ExecutionPredictor> predictor);
+  void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
+                 const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
+
+  // live_plan.cc
+  bool IsPlanDue(std::size_t accepting, double now_ms) const;
   void Plan(std::span<const InstanceLoad> accepting, double now_ms);
+  Census TakeCensus(std::span<const InstanceLoad> accepting, double now_ms);
+  void Smooth(const Census& census, double now_ms);
+  FleetDemand DemandOf(const Census& census, double now_ms) const;
+  void LetGather(Census& census);
   double EvenStepMs() const;
   Placement ChooseDynamic(const RequestSpec& request, std::span<const InstanceLoad> accepting,
                           double now_ms);
@@ -184,10 +209,19 @@ class LiveFleet {
   bool GathererHasRoom(std::int64_t prompt_tokens, double now_ms);
   bool HasRoom(Instance& gatherer, std::int64_t prompt_tokens, double now_ms);
   double AtMeanAgeMs(const Instance& instance, std::int64_t decodes) const;
+
+  // live_progress.cc
+  void SendBack(const Entry& entry, double now_ms);
+  void GoOn(Entry& entry, std::size_t side, const Progress& report, Instance& instance,
+            double now_ms);
   void CountStep(Instance& instance, const BatchShape& shape, double measured_ms, double now_ms);
   // Of a decode that would take known_ms, if nobody else came.
   double DecodingMs(const Instance& instance, double known_ms, std::int64_t tokens,
                     double now_ms) const;
+  double ReadyMs(const Forecast& alpha, std::int64_t tokens, double now_ms) const;
+  void HoldBeta(const Entry& entry, double now_ms);
+
+  // live_revision.cc
   std::optional<Revision> ReviseWhole(Entry& entry, double now_ms);
   void AddBeta(Entry& entry, const InstanceId& beta);
   Instance* RoomiestGatherer(std::int64_t context_tokens, double now_ms, InstanceId& instance_id);
@@ -197,12 +231,8 @@ class LiveFleet {
   void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);
   double CutReadyMs(const Entry& entry, std::int64_t split_token,
                     std::optional<std::int64_t> left_tokens, double now_ms);
-  double ReadyMs(const Forecast& alpha, std::int64_t tokens, double now_ms) const;
-  void HoldBeta(const Entry& entry, double now_ms);
   static VirtualRequest BetaOf(const Entry& entry);  // as it is when it begins
   void Put(const InstanceId& instance_id, const VirtualRequest& request, double now_ms);
-  void EnterPart(Entry& entry, std::size_t side, const InstanceId& instance_id,
-                 const VirtualRequest& request, std::int64_t promised_tokens, double now_ms);
 
   Options options_;                            // but for kv_token_ms constant after construction
   std::unique_ptr<const ProfileTable> table_;  // predictors refer to it
