@@ -11,6 +11,7 @@ Options of vLLM's server are meant as well.  What the command line says again co
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ OPTION = "--config-file"
 
 
 def expand(argv: Sequence[str]) -> list[str]:
-    """The command line with the file's options before its own. Raises ConfigError where the file cannot be read or says nothing usable."""
-    rest, paths = _take(list(argv))
+    """The command line, with dashes in its options, and the file's options before them. Raises ConfigError where the file cannot be read or
+    says nothing usable."""
+    rest, paths = _take([_with_dashes(word) for word in argv])
     if not paths:
         return rest
     if len(paths) > 1:
@@ -39,6 +41,15 @@ def expand(argv: Sequence[str]) -> list[str]:
     if not first and model is not None and not any(word == "--model" or word.startswith("--model=") for word in rest):
         first = [model]
     return [*first, *(text for name, value in values.items() for text in _option(path, name, value)), *rest]
+
+
+def _with_dashes(word: str) -> str:
+    """vLLM's parser takes `--max_waiting` as well, and names inside of its options as they are."""
+    if not word.startswith("--"):
+        return word
+    name = re.match(r"[^.=]*", word)
+    assert name is not None
+    return name[0].replace("_", "-") + word[name.end() :]
 
 
 def _take(argv: list[str]) -> tuple[list[str], list[str]]:

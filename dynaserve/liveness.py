@@ -138,6 +138,11 @@ class FleetLiveness:
                 changes.append(self._change(instance_id, seen, Health.SUSPECT, reason))
         return changes
 
+    def in_doubt(self, now_s: float) -> bool:
+        """Whether what ended one instance may be ending others: one is suspected, or the observer was paused and has not looked since."""
+        paused = self._last_tick_s is not None and now_s - self._last_tick_s > self.limits.pause_s
+        return paused or any(seen.health is Health.SUSPECT for seen in self._observed.values())
+
     def health(self, instance_id: str) -> Health:
         seen = self._observed.get(instance_id)
         return Health.DEAD if seen is None else seen.health

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
+
+_ONE_OF_SEVERAL = re.compile(r"(cmpl-.+)-[0-9]+")
+"""vLLM numbers the prompts of a completion (entrypoints/openai/completion/serving.py); ids of other answers end as their clients like."""
+
+
+def answer_id(sequence_id: str) -> str:
+    """The id of the answer that a sequence is part of."""
+    numbered = _ONE_OF_SEVERAL.fullmatch(sequence_id)
+    return sequence_id if numbered is None else numbered[1]
 
 
 @dataclass
@@ -147,25 +157,24 @@ class RecordBook:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._records: deque[RequestRecord] = deque()  # oldest first, as each list of `_sequences`
-        self._sequences: dict[str, list[RequestRecord]] = {}
+        self._records: deque[RequestRecord] = deque()  # oldest first, as each list of `_answers`
+        self._answers: dict[str, list[RequestRecord]] = {}
 
     def add(self, record: RequestRecord) -> None:
         self._records.append(record)
-        self._sequences.setdefault(record.request_id, []).append(record)
+        self._answers.setdefault(answer_id(record.request_id), []).append(record)
         if len(self._records) > self._capacity:
-            request_id = self._records.popleft().request_id
-            del self._sequences[request_id][0]
-            if not self._sequences[request_id]:
-                del self._sequences[request_id]
+            answer = answer_id(self._records.popleft().request_id)
+            del self._answers[answer][0]
+            if not self._answers[answer]:
+                del self._answers[answer]
 
     def recent(self, most: int) -> list[RequestRecord]:
         """The last sequences, the newest first."""
         return list(islice(reversed(self._records), most))
 
     def find(self, request_id: str) -> list[RequestRecord]:
-        """Sequences of a request; completions of several prompts are found by the id of their common answer."""
-        found = self._sequences.get(request_id)
-        if found is not None:
+        """All sequences of the answer with this id, else the sequence with it."""
+        if (found := self._answers.get(request_id)) is not None:
             return found
-        return [record for key, records in self._sequences.items() if key.rpartition("-")[0] == request_id for record in records]
+        return [record for record in self._answers.get(answer_id(request_id), []) if record.request_id == request_id]

@@ -411,8 +411,8 @@ class RequestFlow:
         return [SendAnnounce(beta, hand_off_at), SendCut(alpha.instance_id, hand_off_at)]
 
     def lift(self, now_ms: float) -> list[Instruction]:
-        """Lets the alpha finish alone, if the beta does not run yet."""
-        return self._lift("lifted by the front-end", now_ms)
+        """Lets the alpha finish alone, if the beta does not run yet; too late once the alpha is gone: then nothing is sent."""
+        return self._lift("lifted by the front-end", now_ms) if Side.ALPHA in self.live else []
 
     def _lift(self, reason: str, now_ms: float) -> list[Instruction]:
         """Whatever the beta has done since its `Continue` is not used: the alpha computes the same tokens."""

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,18 @@ class FrontendConfig:
     also_check: Callable[[Instance], None] = fleet.suits_any_policy
     """Raises ConfigError for an instance that the policy cannot use, now or when it joins later."""
     allow_stock: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """Ours, as they were read, by their names in the parser."""
+
+    def check_read(self, args: argparse.Namespace) -> None:
+        """vLLM's parser, which reads the command line once more, takes abbreviations and its own `--config` as well: an option of ours that
+        came so has no effect. Raises ConfigError."""
+        for name, value in self.options.items():
+            if (read := getattr(args, name)) != value:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"{option} is {read}: it must be written in full, on the command line or in the file of {config_file.OPTION}"
+                )
 
 
 def add_arguments(parser: Any) -> None:
@@ -155,6 +167,7 @@ def configure(argv: list[str]) -> FrontendConfig:
         args.max_body_bytes,
         also_check,
         args.allow_stock,
+        vars(args),
     )
 
 

@@ -79,3 +79,9 @@ def test_files_that_are_missing_or_named_twice_are_refused(path: Path) -> None:
         expand(["--config-file", str(path), "--config-file", str(path)])
     with pytest.raises(ConfigError, match="needs a file"):
         expand(["--config-file"])
+
+
+def test_names_may_have_underscores_as_in_vllms_parser(path: Path) -> None:
+    words = ["m", "--max_waiting=a_b", "--api_key_file", "my_keys", "--kv_transfer_config.kv_role", "x_y"]
+    assert expand(words) == ["m", "--max-waiting=a_b", "--api-key-file", "my_keys", "--kv-transfer-config.kv_role", "x_y"]
+    assert expand(["--config_file", str(path)]) == expand(["--config-file", str(path)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 
 pytest.importorskip("vllm")
 
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -90,8 +90,8 @@ class Fleet:
             data_parallel_rank=None,
         )
         await self.client.add_request_async(request)
-        await until(lambda: any(self.runs(name, request_id) for name in NAMES))
-        return next(name for name in NAMES if self.runs(name, request_id))
+        await until(lambda: any(self.runs(name, request_id) for name in self.gateways))
+        return next(name for name in self.gateways if self.runs(name, request_id))
 
     def runs(self, name: str, request_id: str) -> list[Run]:
         return [m for m in self.gateways[name].heard if isinstance(m, Run) and m.request_id.startswith(f"{request_id}/")]
@@ -113,10 +113,11 @@ def run(
     most_waiting: float = math.inf,
     timeout_s: float = math.inf,
     placer: RequestPlacer | None = None,
+    names: Sequence[str] = NAMES,
 ) -> None:
     async def with_fleet() -> None:
         context = zmq.asyncio.Context()
-        gateways = {name: Gateway(f"epoch of {name}") for name in NAMES}
+        gateways = {name: Gateway(f"epoch of {name}") for name in names}
         for gateway in gateways.values():
             gateway.start(context)
         placing = placer or RequestPlacer(GlobalScheduler(Options(Policy.colocated)), LengthPredictor())
@@ -355,6 +356,88 @@ def test_a_request_that_has_lost_too_many_instances_is_not_given_to_another(monk
     run(scenario)
 
 
+FIVE = tuple(f"http://{name}" for name in "abcde")
+
+
+@pytest.mark.parametrize("how", ["cut", "silent"])
+def test_what_ends_all_instances_at_once_costs_a_request_no_more_lives_than_it_has(how: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        told: list[int] = []
+        fleet.client.on_unavailable = lambda _, __, status: told.append(status)  # type: ignore[assignment,method-assign]
+        for number in range(10):
+            await fleet.start(f"r{number}")
+        for gateway in fleet.gateways.values():
+            if how == "cut":
+                gateway.cut()
+            else:
+                gateway.core = False
+        await until(lambda: not fleet.client._links.alive)
+        lives = [len(record.lost_attempts) for record in fleet.client.book.recent(10)]
+        assert max(lives) < failover.MOST_LOST
+        assert not told
+
+    run(scenario, names=FIVE)
+
+
+def test_a_request_that_lost_two_instances_at_once_goes_on_once_the_others_are_known_to_live() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (other, third) = [name for name in FIVE[:3] if name != first]
+        fleet.gateways[first].cut()
+        fleet.gateways[other].cut()
+        await until(lambda: bool(fleet.runs(third, "r")))
+        assert fleet.client._links.alive == [third]
+
+    run(scenario, names=FIVE[:3])
+
+
+def test_a_suspected_instance_takes_requests_where_the_others_are_leaving() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        leaving = await fleet.start("r")
+        (second,) = set(NAMES) - {leaving}
+        await fleet.client.remove_instance(leaving)
+        fleet.gateways[second].api = False  # its ZeroMQ socket answers: it is busy
+        await until(lambda: fleet.client.health(second) == "suspect")
+        assert fleet.client.health(leaving) == "draining"
+        assert await fleet.start("s") == second
+
+    run(scenario)
+
+
+def test_a_request_that_its_instance_aborts_still_waits_for_its_first_token() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
+        await fleet.sample(first, fleet.runs(first, "r")[0].request_id, [], FinishReason.ABORT)
+        await until(lambda: bool(fleet.runs(second, "r")))
+        assert fleet.client.snapshot().waiting_requests == 1
+        await fleet.sample(second, fleet.runs(second, "r")[0].request_id, [7])
+        await fleet.output()
+        assert fleet.client.snapshot().waiting_requests == 0
+
+    run(scenario)
+
+
+def test_requests_are_found_by_the_ids_of_their_answers() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for name in ("chatcmpl-1", "chatcmpl-2", "cmpl-foo-0", "cmpl-foo-1", "cmpl-foo-1-0"):
+            await fleet.start(name)
+        found = {
+            name: [live.internal_id for live in fleet.client._lives_of(name)]
+            for name in ("chatcmpl", "chatcmpl-1", "cmpl-foo", "cmpl-foo-0", "cmpl-foo-1")
+        }
+        assert found == {
+            "chatcmpl": [],
+            "chatcmpl-1": ["chatcmpl-1"],
+            "cmpl-foo": ["cmpl-foo-0", "cmpl-foo-1"],
+            "cmpl-foo-0": ["cmpl-foo-0"],
+            "cmpl-foo-1": ["cmpl-foo-1-0"],
+        }
+        assert {name: [record.request_id for record in fleet.client.book.find(name)] for name in found} == found
+
+    run(scenario)
+
+
 def test_an_instance_that_is_taken_out_ends_no_transfers_of_other_front_ends() -> None:
     async def scenario(fleet: Fleet) -> None:
         first, second = NAMES
@@ -410,6 +493,19 @@ def test_a_number_that_is_too_large_to_be_counted_with_is_refused(name: str, val
 def test_a_number_that_no_message_holds_is_refused(name: str, value: int) -> None:
     with pytest.raises(BadRequest, match=f"^{name} is {value}, not a whole number of 64 bits$"):
         requests.check_extra_args({name: value}, 10, 20, ["torch"])
+
+
+@pytest.mark.parametrize("value", [[1, [1 << 63]], {"deep": {"down": [-(1 << 64)]}}], ids=["list", "table"])
+def test_a_number_inside_that_no_message_holds_is_refused(value: object) -> None:
+    with pytest.raises(BadRequest, match=r"^somebody_elses has -?[0-9]+, not a whole number of 64 bits$"):
+        requests.check_extra_args({"somebody_elses": value}, 10, 20, ["torch"])
+
+
+def test_prompt_embeddings_without_token_ids_are_refused_before_the_answer_begins() -> None:
+    llm: Any = FleetLLM.__new__(FleetLLM)
+    llm.engine_core = SimpleNamespace(shutdown=lambda **_: None)
+    with pytest.raises(VLLMValidationError, match=r"^prompt embeddings without token ids are not supported"):
+        llm.generate({"type": "embeds", "prompt_embeds": object()}, SamplingParams(max_tokens=1), "r")
 
 
 def test_the_largest_numbers_of_a_request_are_told_to_an_instance() -> None:

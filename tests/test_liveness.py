@@ -187,3 +187,22 @@ def test_whatever_happens_death_is_told_once_a_life_and_silence_is_bounded(phase
     deaths = [change.epoch for change in observer.changes if change.health is Health.DEAD]
     assert deaths == sorted(set(deaths))
     assert epochs == sorted(set(epochs))
+
+
+def test_what_ended_one_instance_may_be_ending_others_that_are_suspected() -> None:
+    observer = Observer()
+    observer.run(2.0)
+    assert not observer.liveness.in_doubt(observer.now_s)
+    observer.run(1.0, api=False)
+    assert observer.liveness.in_doubt(observer.now_s)
+    observer.run(1.0)
+    assert not observer.liveness.in_doubt(observer.now_s)
+
+
+def test_an_observer_that_was_paused_is_in_doubt_until_it_looks() -> None:
+    observer = Observer()
+    observer.run(2.0)
+    woken_s = observer.now_s + 5.0
+    assert observer.liveness.in_doubt(woken_s)
+    observer.liveness.tick(woken_s)
+    assert not observer.liveness.in_doubt(woken_s)

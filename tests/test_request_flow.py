@@ -257,6 +257,14 @@ def test_a_beta_that_has_spoken_cannot_be_lifted() -> None:
     assert flow.lift(1.0) == []
 
 
+def test_a_hand_over_whose_alpha_has_ended_cannot_be_lifted_by_hand() -> None:
+    flow = running(cut_flow())
+    tell(flow, BETA, Granted("r", 0))
+    tell(flow, ALPHA, Parked("r", 105), Ended("r", 105, 0))
+    assert flow.lift(1.0) == []
+    assert tell(flow, BETA, Tokens([9], "length"), Ended("r", 1, 0)) == [Forward()]
+
+
 def test_an_alpha_may_end_when_beta_has_everything() -> None:
     flow = running(cut_flow())
     tell(flow, BETA, Granted("r", 0))

@@ -35,6 +35,10 @@ LOAD_AGAIN_S = 5.0
 """After an instance that has come back could not load an adapter."""
 MOST_LOST = 3
 """Instances that one request may lose: it may be what ends them (decision 8)."""
+SETTLED_S = 0.5
+"""After an instance has died of what may be ending others. Links are looked at every 0.25 s: by then all that are dead are known to be."""
+IN_A_ROW_S = 0.2
+"""Between two deaths of one cause."""
 
 
 class Failover:
@@ -50,6 +54,9 @@ class Failover:
     _loading: dict[str, asyncio.Task[None]]
     _timeout_s: float
     _transport: str
+    _died_s: float = -math.inf
+    _settled_s: float = -math.inf
+    """Until then nothing is placed again: it would only lose another life."""
 
     @property
     def instances(self) -> dict[str, Instance]:
@@ -103,9 +110,14 @@ class Failover:
 
     async def _take_new_requests(self) -> None:
         """Tells the scheduler which instances do."""
-        up = [other for other in self._links.alive if self._links.liveness.health(other) is Health.UP]
-        for other in self._links.alive:  # rather one that is suspected than none
-            accepts_new = (other in up or not up) and other not in self._draining | self._stopping | self._loading.keys()
+        health = {other: self._links.liveness.health(other) for other in self._links.alive}
+        takers = health.keys() - self._draining - self._stopping - self._loading.keys()
+        # Rather one that is suspected than none, or only servers without the plugin, which do not take every request. Of instances that
+        # are found dead together, those whose turn is to come are linked still.
+        certain = any(health[other] is Health.UP and not self.instances[other].description.stock for other in takers)
+        wanted = {Health.UP} if certain else {Health.UP, Health.SUSPECT}
+        for other in health:
+            accepts_new = other in takers and health[other] in wanted
             self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
 
     async def _on_stopping(self, instance: str, *, is_stopping: bool) -> None:
@@ -127,6 +139,10 @@ class Failover:
         name = change.instance_id
         if change.reason != REMOVED:
             frontend_metrics.DEATHS.labels(name).inc()
+            now_s = time.monotonic()
+            if now_s - self._died_s < IN_A_ROW_S or self._links.liveness.in_doubt(now_s):
+                self._settled_s = now_s + SETTLED_S
+            self._died_s = now_s
         self.instances[name].load = None
         self._adapters.lost(name)
         for live in list(self._live.values()):
@@ -139,6 +155,9 @@ class Failover:
             await self._links.send(other, SenderLost(workers))
 
     async def _on_tick(self, now_s: float) -> None:
+        if -math.inf < self._settled_s <= now_s:
+            self._settled_s = -math.inf
+            await self._place_orphans()
         await self._fail_orphans(now_s)
         await self._fail_late(now_s)
         await self.let_go()
@@ -188,6 +207,9 @@ class Failover:
     async def _place_again(self, live: Live) -> None:
         """A request whose instance died, or one that waits since for any instance."""
         now_s = time.monotonic()
+        if now_s < self._settled_s:
+            self._orphans.add(live.internal_id, now_s)
+            return
         lost = len(live.flow.record.lost_attempts)
         if lost >= MOST_LOST and self._links.alive:  # else the whole fleet is gone, for whatever reason
             await self._give_up(live, f"it has lost {lost} instances, and is not given to another", HTTPStatus.INTERNAL_SERVER_ERROR, now_s)

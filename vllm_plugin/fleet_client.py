@@ -40,7 +40,7 @@ from dynaserve.length_predictor import LengthQuery
 from dynaserve.liveness import Health
 from dynaserve.messages import Beat, Dropped, FromInstance, Lifted, LoraAdded, Parked, PromptProgress, Step
 from dynaserve.messages import Event as InstanceEvent
-from dynaserve.records import RecordBook, RequestRecord, TokenGaps
+from dynaserve.records import RecordBook, RequestRecord, TokenGaps, answer_id
 from dynaserve.request_flow import (
     ClientGone,
     Event,
@@ -339,9 +339,10 @@ class FleetClient(Failover):
         return asked if lives else None
 
     def _lives_of(self, request_id: str) -> list[Live]:
-        """Its sequences."""
+        """All sequences of the answer with this id, else the sequence with it."""
         ids = {live: live.flow.record.request_id for live in self._live.values()}
-        return [live for live, name in ids.items() if request_id in (name, name.rpartition("-")[0])]
+        of_answer = [live for live, name in ids.items() if answer_id(name) == request_id]
+        return of_answer or [live for live, name in ids.items() if name == request_id]
 
     async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
         """Moves the hand-off point of every sequence of this request, or lifts it (None).
@@ -463,6 +464,8 @@ class FleetClient(Failover):
 
     async def _on_outputs(self, instance: str, outputs: Sequence[EngineCoreOutput], clock_offset_s: float) -> None:
         forwarded: list[EngineCoreOutput] = []
+        description = self.instances[instance].description
+        cached_block_tokens = description.block_size if description.prefix_caching else 0
         try:
             for output in outputs:
                 if found := self._outbox.find(output.request_id, self._live):
@@ -471,7 +474,7 @@ class FleetClient(Failover):
                     if reason == "abort" and live.flow.needs(side):
                         await self._on_stopping(instance, is_stopping=True)  # its beats say so, or not, in a moment
                     if await self._handle(live, side, Tokens(output.new_token_ids, reason)):
-                        forwarded.append(translated(output, live.flow.record, side, clock_offset_s))
+                        forwarded.append(translated(output, live.flow.record, side, clock_offset_s, cached_block_tokens))
         finally:  # whatever happens to the next one: these count as told
             if forwarded:
                 self._outputs.put_nowait(EngineCoreOutputs(outputs=forwarded, timestamp=time.monotonic()))
@@ -489,11 +492,12 @@ class FleetClient(Failover):
             self._placer.parked(live.internal_id, event.computed_tokens, 1e3 * time.monotonic())
         if live.flow.state is State.WHOLE and not was_whole:
             self._placer.recut(live.internal_id, None, 1e3 * time.monotonic())
-        if isinstance(event, Tokens):
-            self._admission.answered(live.internal_id, time.monotonic())
         forward = await self._carry_out(live, instructions)
-        if forward and isinstance(event, Tokens) and (gaps := live.flow.record.gaps) is not None:
-            gaps.add(len(event.token_ids), 1e3 * (time.monotonic() - live.arrived_s))
+        if forward and isinstance(event, Tokens):
+            if event.token_ids:
+                self._admission.answered(live.internal_id, time.monotonic())
+            if (gaps := live.flow.record.gaps) is not None:
+                gaps.add(len(event.token_ids), 1e3 * (time.monotonic() - live.arrived_s))
         self._close_if_over(live)
         return forward
 

@@ -61,6 +61,8 @@ class FleetLLM(AsyncLLM):
 
     def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if token_ids is None and isinstance(prompt, dict) and "prompt_embeds" in prompt:
+            raise VLLMValidationError("prompt embeddings without token ids are not supported by DynaServe")
         prompt_tokens = None if token_ids is None else len(token_ids)
         max_tokens = sampling_params.max_tokens or self.model_config.max_model_len - (prompt_tokens or 0)
         client: FleetClient = self.engine_core
@@ -131,6 +133,7 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     """Runs the server until it is told to stop; `config` is None only where `argv` asks for help. Raises ConfigError."""
     args = make_parser().parse_args(argv)
     assert config is not None
+    config.check_read(args)
     if args.model_tag is not None:
         args.model = args.model_tag
     configure_logging_from_args(args)

@@ -10,8 +10,13 @@ from dynaserve.records import RequestRecord
 from dynaserve.request_flow import Side
 
 
-def translated(output: EngineCoreOutput, record: RequestRecord, side: Side, clock_offset_s: float) -> EngineCoreOutput:
-    """An instance's output as AsyncLLM expects it from its one engine; `record` counts the output's tokens already."""
+def translated(
+    output: EngineCoreOutput, record: RequestRecord, side: Side, clock_offset_s: float, cached_block_tokens: int
+) -> EngineCoreOutput:
+    """An instance's output as AsyncLLM expects it from its one engine; `record` counts the output's tokens already.
+
+    cached_block_tokens: of a block of its prefix cache; 0: it has none.
+    """
     output = copy.copy(output)
     output.request_id = output.request_id.rpartition("/")[0]
     output.kv_transfer_params = None
@@ -25,6 +30,8 @@ def translated(output: EngineCoreOutput, record: RequestRecord, side: Side, cloc
         # What crossed from the alpha is no prefix-cache hit: usage and metrics must be what they are uncut.
         assert record.alpha is not None
         output.prefill_stats.set(record.prompt_tokens, record.alpha.cached_tokens, 0)
+        full_blocks = record.prompt_tokens // cached_block_tokens if cached_block_tokens else 0
+        output.prefill_stats.finalize(full_blocks * cached_block_tokens)
     return output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeGuard
@@ -107,8 +107,22 @@ def check_extra_args(extra_args: dict[str, Any], prompt_tokens: int | None, max_
         if slo_ms is not None and not is_slo_ms(slo_ms):
             raise BadRequest(f"{name} is {slo_ms!r}, not a number of milliseconds above 0 and up to {_MOST_SLO_MS:g}")
     for name, value in extra_args.items():  # also what is not ours: vLLM hands it to the instances
-        if isinstance(value, int) and not -_BEYOND_MSGPACK < value < _BEYOND_MSGPACK:
-            raise BadRequest(f"{name} is {value!r}, not a whole number of 64 bits")
+        for number in _whole_numbers(value):
+            if not -_BEYOND_MSGPACK < number < _BEYOND_MSGPACK:
+                raise BadRequest(f"{name} {'is' if number is value else 'has'} {number}, not a whole number of 64 bits")
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """In a JSON value."""
+    left = [value]
+    while left:
+        match left.pop():
+            case int() as number:
+                yield number
+            case list() as items:
+                left += items
+            case dict() as fields:
+                left += fields.values()
 
 
 def check_speculation(params: SamplingParams, obstacles: Collection[str | None]) -> None:
