@@ -11,6 +11,10 @@ WARM_UP_STEPS = 3
 """The first steps of an engine compile and allocate: they say nothing about later ones."""
 LEAST_SAMPLES = 8
 MOST_SAMPLES = 1024
+KNOWN_STEPS = 128 + WARM_UP_STEPS
+"""After so many, some seconds of traffic, a table may be told or kept: at this number and its doubles it has just been fitted."""
+LEAST_OF_A_KIND = 8
+"""Of these, steps with prefill, and steps without: from one kind alone the other cannot be told."""
 
 
 class LiveProfile:
@@ -24,17 +28,29 @@ class LiveProfile:
         self.table = table
         self.most_tokens: float = 0 if table is None else math.inf
         """Of the steps that were measured; infinite where the table was given, and what it holds is not known."""
+        self.steps = 0
+        self._with_prefill = 0
+        self._was_given = table is not None
         self._samples: deque[StepSample] = deque(maxlen=MOST_SAMPLES)
         self._next_fit = LEAST_SAMPLES if table is None else None
-        self._steps = 0
+
+    @property
+    def has_both_kinds(self) -> bool:
+        return min(self._with_prefill, self.steps - self._with_prefill) >= LEAST_OF_A_KIND
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """A table that is given is fitted no more: one that was made of a few steps would hold for good."""
+        return self.table is not None and (self._was_given or (self.steps >= KNOWN_STEPS and self.has_both_kinds))
 
     def observe(self, shape: BatchShape, measured_ms: float) -> None:
         """Raises ValueError for a step without tokens or a time that is not positive."""
         if shape.prefill_tokens + shape.decodes < 1 or not 0 < measured_ms < math.inf:
             tokens = shape.prefill_tokens + shape.decodes
             raise ValueError(f"a step of {tokens} tokens took {measured_ms} ms; both must be positive")
-        self._steps += 1
-        if self._steps <= WARM_UP_STEPS:
+        self.steps += 1
+        self._with_prefill += shape.prefill_tokens > 0
+        if self.steps <= WARM_UP_STEPS:
             return
         self.most_tokens = max(self.most_tokens, shape.prefill_tokens + shape.decodes)
         if self.table is not None:

@@ -40,7 +40,9 @@ class ProfileKeeper:
         if self._saved_s is None:
             self._saved_s = now_s - REST_INTERVAL_S  # the first rest may come at once
         interval_s = REST_INTERVAL_S if resting else SAVE_INTERVAL_S
-        if self.profile.table is None or now_s - self._saved_s < interval_s or (self._saving and not self._saving.done()):
+        if now_s - self._saved_s < interval_s or (self._saving and not self._saving.done()):
+            return
+        if self.profile.table is None or not self.profile.is_worth_keeping:
             return
         self._saved_s = now_s
         self._saving = self._thread.submit(self._save, settled(self.profile.table))
@@ -48,7 +50,7 @@ class ProfileKeeper:
     def close(self) -> None:
         """Saves a last time."""
         self._thread.shutdown()
-        if self.profile.table is not None:
+        if self.profile.table is not None and self.profile.is_worth_keeping:
             self._save(self.profile.table)
 
     def _save(self, table: ProfileTable) -> None:

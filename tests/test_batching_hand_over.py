@@ -32,9 +32,9 @@ def instance(folder: Path, tbt_slo_ms: float = 100.0, min_prefill_tokens: int = 
     return engine
 
 
-def announce(engine: Engine, name: str, hand_off: int = HAND_OFF, prompt: int = PROMPT) -> None:
+def announce(engine: Engine, name: str, hand_off: int = HAND_OFF, prompt: int = PROMPT, adapter: int | None = None) -> None:
     plan = Plan("beta", hand_off, f"t-{name}", "torch", [WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""})])
-    engine.add(name, prompt, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    engine.add(name, prompt, 40, adapter=adapter, **{EXTRA_ARG: msgspec.to_builtins(plan)})
 
 
 def decode(engine: Engine, number: int) -> None:
@@ -113,6 +113,51 @@ def test_betas_do_not_wait_for_prompts_that_are_running(tmp_path: Path, slo: boo
         assert scheduled["beta-0"] == scheduled["beta-1"] == 1
         assert sum(scheduled.values()) == engine.scheduler.max_num_scheduled_tokens, "the prompts take the rest"
     assert engine.scheduler.running[-1].is_prefill_chunk
+
+
+@pytest.mark.parametrize("slo", [True, False])
+def test_a_beta_of_another_adapter_waits_for_a_prompt_that_gets_no_share(tmp_path: Path, slo: bool) -> None:
+    """vLLM counts the adapters of a step's requests only, and asserts in the next one that those of both fit."""
+    engine = instance(tmp_path, tbt_slo_ms=11.0, min_prefill_tokens=0, slo=slo, enable_lora=True, max_loras=1, max_num_batched_tokens=64)
+    engine.add("prompt", 3000, 1, adapter=1)
+    engine.step()
+    announce(engine, "beta", adapter=2)
+    assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, 0.0)
+    engine.arrived.add("beta")
+    for _ in range(80):
+        assert "beta" not in engine.step() or "prompt" not in engine.scheduler.requests
+    assert "beta" in engine.token_times_s
+
+
+def test_a_beta_that_cannot_run_does_not_keep_prompts_waiting(tmp_path: Path) -> None:
+    """Its token is overdue all the time."""
+    engine = instance(tmp_path, min_prefill_tokens=1, enable_lora=True, max_loras=1)
+    engine.add("decode", 50, 300, adapter=1)
+    while "decode" not in engine.token_times_s:
+        engine.step()
+    announce(engine, "beta", adapter=2)
+    assert engine.scheduler.continue_request("beta", HAND_OFF, SENT, 0.0)
+    engine.arrived.add("beta")
+    engine.step()
+    engine.add("prompt", 1000, 1, adapter=1)
+    for _ in range(20):
+        engine.step()
+    assert "prompt" in engine.token_times_s
+    assert "beta" not in engine.token_times_s
+
+
+def test_an_alpha_whose_part_is_cached_does_not_wait_for_other_prompts(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, options=PluginOptions(), cuts=True, enable_prefix_caching=True)
+    engine.learn()
+    engine.add("before", 400, 1)
+    while engine.scheduler.requests:
+        engine.step()
+    decode(engine, 3)
+    plan = Plan("alpha", 200, "t", "torch")
+    engine.add("alpha", 400, 1, like="before", **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.requests["alpha"].num_computed_tokens == 200
 
 
 @pytest.mark.parametrize("slo", [True, False])

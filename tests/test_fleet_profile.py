@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from dynaserve.fleet_profile import FIRST_STEPS, LEAST_OF_A_KIND, LEAST_UNTOLD_MS, MOST_UNTOLD, FleetProfile
+from dynaserve.fleet_profile import LEAST_UNTOLD_MS, MOST_UNTOLD, FleetProfile
+from dynaserve.live_profile import KNOWN_STEPS, LEAST_OF_A_KIND
 from dynaserve.step_latency import BatchShape, ProfileTable, Roofline
 
 MACHINE = Roofline(overhead_ms=12.0, token_ms=0.1, knee_tokens=16.0, pair_ms=1e-6, decode_ms=0.3, context_ms=5e-4)
@@ -20,8 +21,8 @@ def mixed(number: int) -> BatchShape:
 
 def test_the_first_table_is_that_of_all_steps_so_far() -> None:
     profile = FleetProfile()
-    told = [profile.observe(mixed(number), MACHINE.step_ms(mixed(number)), 50.0 * number) for number in range(FIRST_STEPS)]
-    assert told[:-1] == [None] * (FIRST_STEPS - 1)
+    told = [profile.observe(mixed(number), MACHINE.step_ms(mixed(number)), 50.0 * number) for number in range(KNOWN_STEPS)]
+    assert told[:-1] == [None] * (KNOWN_STEPS - 1)
     table = told[-1]
     assert table is not None
     unseen = BatchShape(prefill_tokens=333, prefill_pairs=333 * 300.0, decodes=3, decode_context_tokens=700)
@@ -31,7 +32,7 @@ def test_the_first_table_is_that_of_all_steps_so_far() -> None:
 def test_a_table_of_another_day_is_corrected() -> None:
     old = ProfileTable(MACHINE)
     profile = FleetProfile(old)
-    told = [profile.observe(mixed(number), 1.5 * MACHINE.step_ms(mixed(number)), 50.0 * number) for number in range(4 * FIRST_STEPS)]
+    told = [profile.observe(mixed(number), 1.5 * MACHINE.step_ms(mixed(number)), 50.0 * number) for number in range(4 * KNOWN_STEPS)]
     *_, table = [table for table in told if table is not None]
     assert table.step_ms(mixed(5)) == pytest.approx(1.5 * MACHINE.step_ms(mixed(5)), rel=0.1)
 
@@ -39,7 +40,7 @@ def test_a_table_of_another_day_is_corrected() -> None:
 @pytest.mark.parametrize("shape", [DECODES, BatchShape(prefill_tokens=300, prefill_pairs=45_000.0)])
 def test_nothing_is_told_from_one_kind_of_step(shape: BatchShape) -> None:
     profile = FleetProfile()
-    assert [profile.observe(shape, MACHINE.step_ms(shape), 0.0) for _ in range(4 * FIRST_STEPS)] == [None] * (4 * FIRST_STEPS)
+    assert [profile.observe(shape, MACHINE.step_ms(shape), 0.0) for _ in range(4 * KNOWN_STEPS)] == [None] * (4 * KNOWN_STEPS)
     other = DECODES if shape.prefill_tokens else BatchShape(prefill_tokens=300, prefill_pairs=45_000.0)
     told = [profile.observe(other, MACHINE.step_ms(other), 0.0) for _ in range(LEAST_OF_A_KIND)]
     assert [table is None for table in told] == [True] * (LEAST_OF_A_KIND - 1) + [False]
@@ -50,7 +51,7 @@ def test_the_table_is_told_when_experience_has_doubled_and_later_every_few_thous
     for number in range(20_000):
         if profile.observe(mixed(number), MACHINE.step_ms(mixed(number)), 100.0 * number) is not None:
             told.append(profile.steps)
-    assert told[:4] == [FIRST_STEPS, 2 * FIRST_STEPS, 4 * FIRST_STEPS, 8 * FIRST_STEPS]
+    assert told[:4] == [KNOWN_STEPS, 2 * KNOWN_STEPS, 4 * KNOWN_STEPS, 8 * KNOWN_STEPS]
     assert max(later - earlier for earlier, later in pairwise(told)) == MOST_UNTOLD
 
 

@@ -113,6 +113,16 @@ def test_a_model_with_a_sliding_window_is_refused(tmp_path: Path) -> None:
         Instance(tmp_path, window=256)
 
 
+@pytest.mark.parametrize(
+    ("engine_args", "sentence"),
+    [({"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}, "chunked prefill is off; DynaServe computes prompts in parts")],
+    ids=["no chunks"],
+)
+def test_an_engine_whose_requests_cannot_be_cut_is_refused(tmp_path: Path, engine_args: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        Instance(tmp_path, **engine_args)
+
+
 def test_a_lifted_alpha_finishes_alone(instance: Instance) -> None:
     instance.add("a", "alpha", 100, 110)
     instance.steps_until(instance.parked)

@@ -242,14 +242,21 @@ def test_a_transfer_is_over_when_every_block_has_landed(receiver: rx.Receiver) -
     (receive,) = receiver.handle(Blocks("t", "a", "two", [0, 1], FIRST))
     assert isinstance(receive, rx.Receive)
     assert receive.local_blocks == (10, 11)
-    assert receiver.handle(rx.Landed("t", (0, 1))) == [rx.Arrived("t", 2), *OVER]
+    assert receiver.handle(rx.Landed("t", (0, 1))) == [rx.Arrived("t", 2, 2), *OVER]
     assert receiver.transfers == {}
+
+
+def test_blocks_behind_a_gap_are_not_counted_as_there(receiver: rx.Receiver) -> None:
+    receiver.handle(expect((10, 11, 12, 13)))
+    for indexes, unbroken in (((2,), 0), ((2,), 0), ((0,), 1), ((3,), 0), ((1,), 3)):
+        receiver.handle(Blocks("t", "a", "two", list(indexes), FIRST))
+        assert receiver.handle(rx.Landed("t", indexes))[0] == rx.Arrived("t", 1, unbroken)
 
 
 def test_a_transfer_is_not_over_before_its_end_is_known(receiver: rx.Receiver) -> None:
     receiver.handle(expect())
     receiver.handle(Blocks("t", "a", "two", [0, 1], FIRST))
-    assert receiver.handle(rx.Landed("t", (0, 1))) == [rx.Arrived("t", 2)]
+    assert receiver.handle(rx.Landed("t", (0, 1))) == [rx.Arrived("t", 2, 2)]
     assert receiver.handle(rx.Complete("t", 2)) == OVER
 
 

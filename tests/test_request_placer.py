@@ -13,10 +13,10 @@ import pytest
 from dynaserve import fleet, length_predictor
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance, must_tell_steps, profile_check, profile_key, should_tell_steps
-from dynaserve.fleet_profile import FIRST_STEPS
 from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
+from dynaserve.live_profile import KNOWN_STEPS
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, MeasuredStep
 from dynaserve.request_placer import Decision, Held, RequestFacts, RequestPlacer, RequestProgress
 from dynaserve.serve import check_for, configure, make_placer
@@ -275,7 +275,7 @@ def test_without_a_profile_requests_are_placed_by_the_steps_that_instances_repor
     assert early.placement.prediction is None
     assert {early.placement.alpha.instance_id, placed(placer, facts("next")).placement.alpha.instance_id} == {"a", "b"}
     rng = random.Random(1)
-    for count in range(2 * FIRST_STEPS):
+    for count in range(2 * KNOWN_STEPS):
         placer.learn_steps("ab"[count % 2], Load(0, 0, 0.0, [measured_step(rng)]), 10.0 * count)
     late = placed(placer, facts("late"), 10_000.0).placement.prediction
     assert late is not None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -155,13 +156,24 @@ class Engine:
         """Of the worker."""
         self._under_way: deque[_UnderWay] = deque()
 
-    def add(self, name: str, prompt_tokens: int, output_tokens: int, *, like: str | None = None, priority: int = 0, **extra: Any) -> None:
-        """like: the name of a request whose prompt this one shares as far as it goes. extra: its extra arguments."""
+    def add(
+        self,
+        name: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        like: str | None = None,
+        priority: int = 0,
+        adapter: int | None = None,
+        **extra: Any,
+    ) -> None:
+        """like: the name of a request whose prompt this one shares as far as it goes. adapter: of LoRA. extra: its extra arguments."""
         params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, extra_args=extra or None)
         params.update_from_generation_config({}, 2)
         salt = sum(map(ord, like or name))
         prompt = [(salt * 31 + i) % 4000 + 3 for i in range(prompt_tokens)]
-        self.scheduler.add_request(Request(name, prompt, params, None, priority=priority, block_hasher=self.hasher))
+        lora = None if adapter is None else LoRARequest(f"adapter {adapter}", adapter, "/nowhere")
+        self.scheduler.add_request(Request(name, prompt, params, None, lora_request=lora, priority=priority, block_hasher=self.hasher))
 
     def step(self) -> dict[str, int]:
         """Schedules a batch and ends the oldest that runs; the tokens of each request in the one that was scheduled."""

@@ -49,6 +49,12 @@ class AlphaScheduler(Scheduler):
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, cached)
         return blocks, cached, boundary, diverged
 
+    def most_cached_tokens(self, request: Request) -> int:
+        """As `_get_local_prefix_cache_hit` leaves them."""
+        hand_off = self.micro.hand_off_of(request.request_id)
+        tokens = int(request.num_tokens)
+        return (tokens if hand_off is None else min(tokens, hand_off)) - 1
+
     def park_if_at_hand_off(self, request_id: str, now_s: float) -> None:
         micro, request = self.micro.by_id.get(request_id), self.requests.get(request_id)
         if micro is None or request is None or not micro.is_alpha or micro.parked or request.is_finished():

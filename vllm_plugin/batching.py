@@ -60,13 +60,15 @@ class _Batch:
     """What is ready to run. due_s: of the first decode. arrived: prompts with KV from elsewhere that have not begun here. draft_tokens,
     draft_pairs: what the decodes speculate.
 
-    arriving_due_s: when the next token is due of the first request that is to come in the midst of its answer, of arriving_tokens.
+    seats: for those that come with their KV, and run in this step. arriving_due_s: when the next token is due of the first request that is
+    to come in the midst of its answer, of arriving_tokens.
     """
 
     decodes: int
     context_tokens: int
     due_s: float
     prefills: list[Request]
+    seats: int = 0
     arrived: list[Request] = field(default_factory=list)
     draft_tokens: int = 0
     draft_pairs: float = 0.0
@@ -157,6 +159,7 @@ class SloScheduler(ResumingFirst):
         """Sets what vLLM's scheduler may take for the next step."""
         self._forget_ended()
         batch = self._running_batch(now_s)
+        batch.seats = self._most_active_requests + self.parked_slots - len(self.running) - self.num_waiting_for_streaming_input
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
         batch.arrived.sort(key=lambda request: not self.is_decode(request))  # as they will stand (`resuming`)
@@ -227,6 +230,9 @@ class SloScheduler(ResumingFirst):
         if not self.is_decode(request) or not request.num_output_tokens:
             batch.arrived.append(request)
             return
+        if batch.seats <= 0 or not self.fits_adapters(request):
+            return  # not in this step, however short it is
+        batch.seats -= 1
         batch.decodes += 1
         batch.context_tokens += request.num_computed_tokens
         batch.due_s = min(batch.due_s, self.deadlines.next_due_s.get(request.request_id, math.inf))
@@ -275,9 +281,10 @@ class SloScheduler(ResumingFirst):
         if not manager.prefix_cache_lookup_enabled(request):
             return 0
         hashes, find = request.block_hashes, manager.block_pool.get_cached_block
+        most = self.most_cached_tokens(request)
         if not self._one_hash_a_block or not hashes:
-            return int(manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)[1])
-        blocks = min(len(hashes), (request.num_tokens - 1) // self.block_size)
+            return int(manager.coordinator.find_longest_cache_hit(hashes, most)[1])
+        blocks = min(len(hashes), most // self.block_size)
         return int(self.block_size * bisect_left(range(blocks), True, key=lambda index: find(hashes[index], _ONLY_GROUP) is None))
 
     def _admissible(self, batch: _Batch, waiting: list[Request]) -> int:

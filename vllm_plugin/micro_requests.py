@@ -225,7 +225,7 @@ class MicroRequests:
         self.command(micro.request_id, Complete(micro.plan.transfer_id, end_index))
 
     def landed(self, transfer_id: str, rank: int, blocks: int) -> None:
-        """So many more blocks of a beta are on its worker of this rank."""
+        """So many more blocks of a beta, none missing before them, are on its worker of this rank."""
         if micro := self.by_id.get(self.transfers.get(transfer_id, "")):
             micro.landed_blocks[rank] += blocks
 

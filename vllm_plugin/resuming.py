@@ -51,11 +51,14 @@ class ResumingFirst(Scheduler):
         """Of those that wait with KV, decodes: a prompt that comes before them would take all that is left of the step, and so would the
         next one. Not where priorities say who comes first. Returns how many decodes are ready."""
         queue = self.kv_holding_waiting
-        ready = [request for request in queue if self.has_arrived(request) and self.is_decode(request) and self.may_begin(request)]
+        ready = [request for request in queue if self._is_ready_decode(request)]
         if ready and len(ready) < len(queue):
             queue.remove_requests(ready)
             queue.prepend_requests(reversed(ready))  # which vLLM puts in front one after the other
         return len(ready)
+
+    def _is_ready_decode(self, request: Request) -> bool:
+        return self.has_arrived(request) and self.is_decode(request) and self.may_begin(request) and self.fits_adapters(request)
 
     def _shares_of(self, prompts: Sequence[Request], ready: int) -> dict[str, int]:
         """What running prompts may take of the next step, in order, so that each decode that resumes gets its token; empty: all.
@@ -84,9 +87,28 @@ class ResumingFirst(Scheduler):
         """Whether it samples here, once its prompt is computed."""
         return True
 
+    def most_cached_tokens(self, request: Request) -> int:
+        """Which it may take from the prefix cache: one at least is computed."""
+        return int(request.num_tokens) - 1
+
     def may_begin(self, request: Request) -> bool:
         """In the step that is being scheduled."""
         return True
+
+    def fits_adapters(self, request: Request) -> bool:
+        """Whether its LoRA adapter has room beside those of all that run. vLLM counts those of a step's requests (scheduler.py:889), which
+        are all that run, but where a prompt gets no share; and asserts that they fit as soon as it has one again."""
+        adapter = request.lora_request
+        if self.lora_config is None or adapter is None:
+            return True
+        parked = self.parked_requests()
+        running = {r.lora_request.lora_int_id for r in self.running if r.lora_request is not None and r.request_id not in parked}
+        return adapter.lora_int_id in running or len(running) < self.lora_config.max_loras
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether vLLM may run a request that waits. One whose KV has come resumes, and releases its alpha, in any case."""
+        resumes = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return bool(super()._handle_blocked_waiting_request(request)) and (resumes or self.fits_adapters(request))
 
     def has_arrived(self, request: Request) -> bool:
         """All of its KV."""

@@ -62,15 +62,7 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self.micro = MicroRequests()
         self.monotonic: Callable[[], float] = time.monotonic
         super().__init__(*args, **kwargs)
-        groups = len(self.kv_cache_config.kv_cache_groups)
-        if groups != 1:
-            raise ConfigError(f"the model has {groups} KV cache groups; DynaServe cuts requests of models with exactly one")
-        # Others free or leave out blocks within a prompt, and what a beta takes over is all of them.
-        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
-        if type(manager) is not FullAttentionManager:
-            raise ConfigError(
-                f"the model's KV cache is kept by {type(manager).__name__}; DynaServe cuts requests of models with full attention"
-            )
+        self._check()
         options = PluginOptions.from_config(self.vllm_config)
         self._park_timeout_s = options.park_timeout_ms / 1e3
         self._most_parked = options.max_parked
@@ -83,6 +75,24 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         self.connector.bind(self)
         patches.install_engine_core_calls()
         patches.install_drain()
+
+    def _check(self) -> None:
+        """Raises ConfigError for an engine whose requests cannot be cut, or would not be what they are uncut."""
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise ConfigError(f"the model has {groups} KV cache groups; DynaServe cuts requests of models with exactly one")
+        # Others free or leave out blocks within a prompt, and what a beta takes over is all of them.
+        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        if type(manager) is not FullAttentionManager:
+            raise ConfigError(
+                f"the model's KV cache is kept by {type(manager).__name__}; DynaServe cuts requests of models with full attention"
+            )
+        if not self.scheduler_config.enable_chunked_prefill:
+            raise ConfigError("chunked prefill is off; DynaServe computes prompts in parts, which some models cannot on some platforms")
+        if (cache_dtype := self.vllm_config.cache_config.cache_dtype).endswith("per_token_head"):
+            # v1/attention/backends/triton_attn.py:430: with its first step a fresh instance sets the scales of all blocks, also of those
+            # that have come.
+            raise ConfigError(f"--kv-cache-dtype {cache_dtype} is not supported with --plugin dynaserve")
 
     def listen_to_workers(self, wake: Callable[[], None]) -> None:
         """From now on the engine is woken when a worker has news; `wake` is called from another thread."""

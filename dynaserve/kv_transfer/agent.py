@@ -41,6 +41,8 @@ ACK_AFTER_S = 0.5
 RETRACT_WITHIN_S = 2.0
 """How long the engine's step waits for a push before that is given up: every request of the instance stands still. The largest push of a
 model of 14B, 96 MiB, takes 0.1 s at 10 Gbit/s."""
+AWAKE_LOOK_S = 0.25
+"""How often time is counted that must be this process's own (`Transport.late_write_s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,15 @@ class _Probed:
     gone: bool
 
 
-_Event = tx.Event | rx.Event | PeerLost | _Rest | _RestOverdue | _AcksDue | _ProbeDue | _Probed
+@dataclass(frozen=True, slots=True)
+class _Awake:
+    """So many more looks until the event: while this process is stopped no time passes."""
+
+    event: rx.Quiet
+    looks: int
+
+
+_Event = tx.Event | rx.Event | PeerLost | _Rest | _RestOverdue | _AcksDue | _ProbeDue | _Probed | _Awake
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -127,7 +137,7 @@ class Agent:
 
     worker_id: unique per start of the process. host: address to bind the control socket to.
     block_bytes: of one block over all layers. Both callbacks come from the control thread and return at once. on_results:
-    `take_results` has news for which an idle engine should be woken. on_landed: so many more blocks of this transfer are here;
+    `take_results` has news for which an idle engine should be woken. on_landed: so many more of the first blocks of this transfer are here;
     an engine that waits for the last of them need not ask for results. secret: of the fleet; None: peers are at loopback only.
     """
 
@@ -314,6 +324,10 @@ class Agent:
             case tx.Retract(transfer_id=transfer_id):
                 self._withdraw_push(transfer_id)
                 self._to_sender(event)
+            case _Awake(event=awaited, looks=0):
+                self._handle(awaited)
+            case _Awake(event=awaited, looks=looks):
+                self._handle_after(AWAKE_LOOK_S, _Awake(awaited, looks - 1))
             case tx.PushDone(transfer_id=transfer_id) | tx.PushFailed(transfer_id=transfer_id) | tx.PushWithdrawn(transfer_id=transfer_id):
                 self._pushes.pop(transfer_id, None)
                 self._one_sided_pushes.pop(transfer_id, None)
@@ -440,14 +454,16 @@ class Agent:
                 self._on_lane("receive", peer, lambda: self._receive(instruction, losses))
             case rx.Discard():
                 self._discard(instruction)
-            case rx.Arrived(transfer_id=transfer_id, num_blocks=blocks):
+            case rx.Arrived(transfer_id=transfer_id, num_blocks=blocks, num_unbroken=unbroken):
                 self._report(transfer_id, "received", blocks)
-                self._on_landed(transfer_id, blocks)
+                if unbroken:
+                    self._on_landed(transfer_id, unbroken)
             case rx.Failed(transfer_id=transfer_id):
                 self._report(transfer_id, "failed")
                 self._on_results()
             case rx.Quarantine(transfer_id=transfer_id, transport=name):
-                self._handle_after(self._transports[name].late_write_s, rx.Quiet(transfer_id))
+                looks = math.ceil(self._transports[name].late_write_s / AWAKE_LOOK_S)
+                self._handle_after(0.0, _Awake(rx.Quiet(transfer_id), looks))
             case rx.Received(transfer_id=transfer_id, lost_blocks=lost):
                 with self._lock:
                     self._results.received.append(transfer_id)

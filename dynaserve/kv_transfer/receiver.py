@@ -119,8 +119,11 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """num_unbroken: how many more blocks are here of those without a gap before them."""
+
     transfer_id: str
     num_blocks: int
+    num_unbroken: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,8 @@ class Incoming:
     """One transfer.
 
     block_ids: granted so far, from `first_index` on. end_index: None until `Complete`. failed: what has not landed will not
-    come. closed: nothing can write to the blocks any more. sender_gone: nobody is left to be told. told_failed: `Failed` was said.
+    come. unbroken: landed blocks without a gap before them. closed: nothing can write to the blocks any more. sender_gone: nobody is left
+    to be told. told_failed: `Failed` was said.
     """
 
     sender: WorkerEndpoint
@@ -166,6 +170,7 @@ class Incoming:
     block_ids: list[int]
     end_index: int | None = None
     landed: set[int] = field(default_factory=set)
+    unbroken: int = 0
     receiving: int = 0
     cancelled: bool = False
     failed: bool = False
@@ -300,7 +305,10 @@ class Receiver:
 
     def _on_landed(self, transfer_id: str, transfer: Incoming, indexes: tuple[int, ...]) -> list[Instruction]:
         transfer.landed.update(indexes)
-        return [Arrived(transfer_id, len(indexes)), *self._settle(transfer_id, transfer)]
+        before = transfer.unbroken
+        while transfer.first_index + transfer.unbroken in transfer.landed:
+            transfer.unbroken += 1
+        return [Arrived(transfer_id, len(indexes), transfer.unbroken - before), *self._settle(transfer_id, transfer)]
 
     def _on_failed(self, transfer_id: str, transfer: Incoming) -> list[Instruction]:
         told = self._tell_failed(transfer_id, transfer)
