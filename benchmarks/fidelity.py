@@ -6,7 +6,7 @@ profile. The simulator then gets the profile that the first one had learnt by it
 hand-overs took beside steps, and the very same requests at the same times. It has no front-end and no client, which share the cores of
 the real one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
-seen.
+seen, and from `max_tokens`, which is the exact length, too.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[int], system_of: SystemOf) -> Iterator[PairedRun]:
-    """One run of each system for each workload, seed by seed. Runs that cannot be trusted are told, and left out.
+    """One run of each system for each workload, seed by seed, after one with all requests at once. Runs that cannot be trusted are told,
+    and left out.
 
     Raises NotTrusted after the last one if there were such, and DynaServeError at once for anything else.
     """
@@ -96,6 +97,10 @@ def run(campaign: Campaign, rates_per_s: Mapping[str, float], seeds: Sequence[in
         serving = {
             name: stack.enter_context(systems.running(system_of(name, tbt_slo_ms, campaign.output / "logs"))) for name in campaign.systems
         }
+        for workload in rates_per_s:  # compiles, allocates, and teaches front-ends how long answers are
+            for name in campaign.systems:
+                trial.saturation(replace(campaign.replay(workload, tbt_slo_ms), urls=serving[name].urls), campaign.seed)
+                serving[name].check()
         for seed in seeds:
             for workload, rate_per_s in rates_per_s.items():
                 for name in compare.in_order(campaign.systems, seed):

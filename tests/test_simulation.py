@@ -555,9 +555,9 @@ def test_a_grid_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (("--policy", "dynamic:gather=2"), "at most 1 can gather"),
         (("--policy", "dynamic:stride=16"), "only exhaustive tries cuts at a stride"),
         (("--policy", "exhaustive:stride=0"), "one token apart or more"),
-        (("--expect", "lognormal"), "--expect is 'lognormal'"),
+        (("--policy", "colocated", "--expect", "lognormal"), "--expect is 'lognormal'"),
         (("--layers", "4"), "are needed together"),
-        (("--kv-on-host",), "--kv-on-host needs --kv-gbytes-per-s"),
+        (("--policy", "fixed:0.5", "--kv-on-host"), "--kv-on-host needs --kv-gbytes-per-s"),
         (("--roofline", "1,2"), "--roofline '1,2' is not"),
         (("--kv-tokens", "10"), "never fits into 10 tokens"),
         (("--kv-tokens", "4000", "--workload", "fixed:5000,10", "--policy", "fixed:0.5"), "5000 tokens never fits into 4000 tokens"),
@@ -572,8 +572,8 @@ def test_a_grid_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (("--workload", f"fixed:{'9' * 20},1"), f"{'9' * 20} tokens are more than 1099511627776"),
         (("--scale", "1e30"), "tokens, which times 1e+30 is more than 1099511627776"),
         (("--scale", "1e308"), "tokens, which times 1e+308 is more than 1099511627776"),
-        (("--expect", f"fixed:{'9' * 20}"), "fixed:N with N from 1 to 1099511627776"),
-        (("--expect", "fixed:1e30"), "--expect is 'fixed:1e30'"),
+        (("--policy", "colocated", "--expect", f"fixed:{'9' * 20}"), "fixed:N with N from 1 to 1099511627776"),
+        (("--policy", "colocated", "--expect", "fixed:1e30"), "--expect is 'fixed:1e30'"),
     ],
 )
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], more: tuple[str, ...], named: str) -> None:
@@ -583,7 +583,7 @@ def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], more: tuple
     assert len(told.splitlines()) == 1
 
 
-IDLE = {
+IDLE: dict[tuple[str, ...], str] = {
     ("--cost-scale", "1"): "--gpu-grid",
     ("--overhead-ms", "2.5"): "--gpu-grid",
     ("--gpu-model", "m"): "--gpu-grid",
@@ -593,13 +593,18 @@ IDLE = {
     ("--kv-transfer", "end"): "--kv-gbytes-per-s",
     ("--kv-token-bytes", "196608"): "--kv-gbytes-per-s",
     ("--min-prefill-tokens", "16"): "--batching slo",
+    ("--hand-off-ms", "2"): "a --policy that hands requests over",
+    ("--kv-gbytes-per-s", "1"): "a --policy that hands requests over",
+    ("--kv-on-host",): "a --policy that hands requests over",
+    ("--fixed-hand-offs",): "a --policy that hands requests over",
+    ("--expect", "mean"): "a --policy that reads it",
     **{(option, "4"): "--capacity" for option in SEARCH_OPTIONS},
 }
 """Options, each with the usual value where it has one, and what they do nothing without."""
 
 
 @pytest.mark.parametrize(("given", "needed"), IDLE.items())
-def test_options_that_do_nothing_are_refused(capsys: pytest.CaptureFixture[str], given: tuple[str, str], needed: str) -> None:
+def test_options_that_do_nothing_are_refused(capsys: pytest.CaptureFixture[str], given: tuple[str, ...], needed: str) -> None:
     assert command(*SAMPLE, *given) == 2
     assert capsys.readouterr().err == f"dynaserve simulate: {given[0]} does nothing without {needed}\n"
 

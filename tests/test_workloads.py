@@ -70,6 +70,10 @@ def test_prefix_hashes_and_labels_are_read(csv: Path) -> None:
         ([HEADER, "2,1,1", "1,1,1"], "line 3: arrived_at_s 1.0 is less than 2.0"),
         ([HEADER, ",1,1", "1,1,1"], "line 3: arrived_at_s is 1.0, but empty in the first row"),
         ([HEADER + ",hash_ids", "0,1,1,x"], "line 2: hash_ids: 'x'"),
+        (
+            [HEADER + ",hash_ids", f"0,1,1,{'9' * 5000}"],
+            f"line 2: hash_ids: '{'9' * 40}' is not a whole number from 0 on of at most 40 digits",
+        ),
         ([HEADER + ",hash_ids", "0,512,1,1 2"], "line 2: hash_ids: 2 ids, but 512 prompt tokens are 1 blocks"),
     ],
 )

@@ -96,10 +96,13 @@ def _generated(name: str, distribution: JointLengths) -> Workload:
 
 
 def _alternating(name: str, *parts: Workload) -> Workload:
-    """One request of each in turn, without arrival times, until the first part ends; labelled by their workload."""
-    turns = zip(*(part.requests for part in parts), strict=False)
-    labels = [part.name for part in parts]
-    mixed = (replace(row, arrived_at_s=None, label=label) for turn in turns for row, label in zip(turn, labels, strict=True))
+    """One request of each at a time, without arrival times, until the first part ends; labelled by their workload. Which one comes first is
+    drawn each time: in turn, servers that take turns would have one part each."""
+    rng = np.random.default_rng(0)
+    mixed: list[TraceRequest] = []
+    for rows in zip(*(part.requests for part in parts), strict=False):
+        labelled = [replace(row, arrived_at_s=None, label=part.name) for row, part in zip(rows, parts, strict=True)]
+        mixed += [labelled[index] for index in rng.permutation(len(parts))]
     return Workload(name, tuple(mixed))
 
 

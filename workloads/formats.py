@@ -104,7 +104,7 @@ def _sharegpt(path: Path, count_tokens: CountTokens | None) -> Iterator[TraceReq
     with open_text(path) as file:
         try:
             conversations = json.load(file)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also of a number of thousands of digits
             raise WorkloadError(f"{path}: is not JSON: {error}") from error
     if not isinstance(conversations, list):
         raise WorkloadError(f"{path}: is not a JSON list of conversations")
@@ -146,7 +146,7 @@ def _table(path: Path, *columns: str) -> Iterator[tuple[str, dict[str, str]]]:
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also of a number of thousands of digits
         raise WorkloadError(f"{where}: is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise WorkloadError(f"{where}: is not a JSON object")

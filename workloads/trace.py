@@ -22,6 +22,8 @@ MOST_TOKENS = 1 << 40
 """Of one length, far above any context: more is refused by the scheduler core, too (`kMaxTokens`), whose sums then fit into 64 bits."""
 HASH_BLOCK_TOKENS = 512
 """What one id of the column `hash_ids` stands for: the block size of the Mooncake traces."""
+LONGEST_ID = 40
+"""Digits of one id: 64 bits have 20."""
 READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error)
 """What reading a file raises if the file is not there, or not what its name says."""
 
@@ -146,8 +148,8 @@ class _Row:
     def _hashes(self) -> tuple[int, ...]:
         texts = self.cells.get("hash_ids", "").split()
         for text in texts:
-            if not (text.isascii() and text.isdigit()):
-                raise self._error("hash_ids", f"{text!r} is not a whole number of at least 0")
+            if not (text.isascii() and text.isdigit() and len(text) <= LONGEST_ID):
+                raise self._error("hash_ids", f"{text[:LONGEST_ID]!r} is not a whole number from 0 on of at most {LONGEST_ID} digits")
         return tuple(map(int, texts))
 
     def _error(self, column: str, what: str) -> WorkloadError:

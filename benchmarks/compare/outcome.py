@@ -29,7 +29,7 @@ class Outcome:
     """Of one system. rates_per_s: of each repetition the highest that passed, None: not even the least did.
 
     saturation_per_s: of requests that are sent at once. cut_share, client_lag_p99_ms: as `Comparison` tells them. The rest is of the
-    sustained run at the highest rate; None: there was none, or nothing is in front of the servers.
+    (first) run at the capacity; None: there was none, or nothing is in front of the servers.
     """
 
     rates_per_s: Sequence[float | None]
@@ -47,15 +47,15 @@ class Outcome:
 
     @classmethod
     def of(cls, comparison: Comparison, name: str) -> Outcome:
-        best = comparison.best(name)
-        ttft = None if best is None else best.summary.ttft_ms
+        run = comparison.at_capacity(name)
+        ttft = None if run is None else run.summary.ttft_ms
         return cls(
             rates_per_s=comparison.rates(name),
             capacity_per_s=comparison.capacity_per_s(name),
             saturation_per_s=comparison.saturation_per_s[name],
-            goodput_tokens_per_s=None if best is None else best.summary.goodput_tokens_per_s,
+            goodput_tokens_per_s=None if run is None else run.summary.goodput_tokens_per_s,
             ttft_p99_ms=None if ttft is None else ttft.p99,
-            front_cores=None if best is None else best.front_cores,
+            front_cores=None if run is None else run.front_cores,
             cut_share=comparison.cut_share(name),
             client_lag_p99_ms=comparison.client_lag_p99_ms(name),
         )

@@ -37,17 +37,17 @@ def columns(comparison: Comparison) -> tuple[str, ...]:
 
 
 def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """Of `columns`; goodput, latencies and cores are those of the sustained run at the highest rate."""
+    """Of `columns`; goodput, latencies and cores are those of the (first) run at the capacity."""
     shown = len(columns(comparison))
     for system in comparison.turns:
         rates = [rate or 0.0 for rate in comparison.rates(system)]
-        best, ratio, share = comparison.best(system), comparison.ratio(system), comparison.cut_share(system)
+        run, ratio, share = comparison.at_capacity(system), comparison.ratio(system), comparison.cut_share(system)
         capacity = comparison.capacity_per_s(system)
         measured = ["-"] * 3
-        if best is not None:
-            tbt, ttft = best.summary.tbt_ms, best.summary.ttft_ms
+        if run is not None:
+            tbt, ttft = run.summary.tbt_ms, run.summary.ttft_ms
             measured = [
-                f"{best.summary.goodput_tokens_per_s:.0f}",
+                f"{run.summary.goodput_tokens_per_s:.0f}",
                 *("-" if found is None else f"{found.p99:.1f}" for found in (tbt, ttft)),
             ]
         cells = (
@@ -58,7 +58,7 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             "-" if ratio is None else str(ratio),
             *measured,
             "-" if share is None else f"{share:.0%}",
-            "-" if best is None or best.front_cores is None else f"{best.front_cores:.2f}",
+            "-" if run is None or run.front_cores is None else f"{run.front_cores:.2f}",
         )
         yield cells[:shown]
 
@@ -96,7 +96,7 @@ def _results(comparison: Comparison, provenance: Mapping[str, Any], *, complete:
                 "saturation_per_s": comparison.saturation_per_s.get(system),
                 "ratio": asdict(ratio) if complete and (ratio := comparison.ratio(system)) is not None else None,
                 "cut_share": comparison.cut_share(system),
-                "best": trial_data(best) if (best := comparison.best(system)) is not None else None,
+                "at_capacity": trial_data(run) if (run := comparison.at_capacity(system)) is not None else None,
                 "turns": [_turn_data(turn) for turn in turns],
                 "side_by_side": trial_data(comparison.side_by_side[system]) if system in comparison.side_by_side else None,
             }

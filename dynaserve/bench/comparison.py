@@ -75,10 +75,13 @@ class Comparison:
     def _rates_by_seed(self, system: str) -> dict[int, float | None]:
         return {turn.repetition.seed: turn.repetition.passed_per_s for turn in self.turns[system]}
 
-    def best(self, system: str) -> Trial | None:
-        """The sustained run at the highest rate."""
-        runs = [run for turn in self.turns[system] for run in turn.repetition.trials if run.not_sustained is None]
-        return max(runs, key=lambda run: run.rate_per_s, default=None)
+    def at_capacity(self, system: str) -> Trial | None:
+        """The sustained run at the capacity; of the repetitions that found the same, the first one's."""
+        if not self.turns[system]:
+            return None
+        capacity_per_s = self.capacity_per_s(system)
+        runs = (run for turn in self.turns[system] for run in turn.repetition.trials if run.not_sustained is None)
+        return next((run for run in runs if run.rate_per_s == capacity_per_s), None)
 
     def client_lag_p99_ms(self, system: str) -> float | None:
         """The greatest of all runs that count, of which those of a client that was too late are none; None: there is none."""

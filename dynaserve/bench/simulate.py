@@ -105,7 +105,7 @@ def play(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> SimulatedSummary
 
 def _simulate(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> tuple[list[TraceRequest], SimulationResult]:
     requests = replay.plan_requests(opts, fewest)
-    expected = expected_lengths.expected(fleet.expect, [row.output_tokens for row in requests], np.random.default_rng(opts.seed))
+    expected = expected_lengths.expected(fleet.expect, [row.output_tokens for row in requests], np.random.default_rng((opts.seed, 2)))
     rows = [
         SimulatedRequest((row.arrived_at_s or 0.0) * 1e3, row.prompt_tokens, row.output_tokens, tokens)
         for row, tokens in zip(requests, expected, strict=True)

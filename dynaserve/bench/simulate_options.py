@@ -14,7 +14,16 @@ from workloads.trace import MOST_TOKENS
 
 OVERHEAD_MS, COST_SCALE = 2.5, 1.0
 """Of the steps of a grid, unless options say otherwise."""
-_USUAL = {"drift_s": 5.0, "min_prefill_tokens": 16, "kv_token_bytes": 196608, "kv_transfer": "blocks"}
+_USUAL: dict[str, Any] = {
+    "drift_s": 5.0,
+    "min_prefill_tokens": 16,
+    "kv_token_bytes": 196608,
+    "kv_transfer": "blocks",
+    "hand_off_ms": 2.0,
+    "kv_on_host": False,
+    "fixed_hand_offs": False,
+    "expect": "exact",
+}
 """What is not given, of the options that are refused where they do nothing: the parser's default for them is None."""
 EXAMPLE = """\
 example:
@@ -49,6 +58,10 @@ def parse(arguments: Sequence[str], *, alone: bool = False) -> argparse.Namespac
     if alone:
         check_needed(args, "--capacity", args.capacity, *SEARCH_OPTIONS)
         check_needed(args, "--batching slo", args.batching == "slo", "--min-prefill-tokens")
+        hands_over = args.policy not in ("round-robin", "colocated")
+        moving = ("--hand-off-ms", "--kv-gbytes-per-s", "--kv-on-host", "--fixed-hand-offs")
+        check_needed(args, "a --policy that hands requests over", hands_over, *moving)
+        check_needed(args, "a --policy that reads it", args.policy != "round-robin", "--expect")
     for name, value in _USUAL.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -123,16 +136,16 @@ def _add_fleet(group: Any) -> None:
     group.add_argument("--min-prefill-tokens", type=count, metavar="N", help=late)
     group.add_argument("--max-running", type=count, default=256, metavar="N", help="requests at a time (default: 256)")
     group.add_argument("--kv-tokens", type=count, default=219168, metavar="N", help="KV cache (default: 219168)")
-    group.add_argument("--hand-off-ms", type=options.positive, default=2.0, metavar="MS", help="(default: 2)")
+    group.add_argument("--hand-off-ms", type=options.positive, metavar="MS", help=f"(default: {_USUAL['hand_off_ms']:g})")
     group.add_argument("--kv-gbytes-per-s", type=options.positive, metavar="X", help="of an instance's link (default: no limit)")
     group.add_argument("--kv-token-bytes", type=options.positive, metavar="N", help=f"of KV (default: {_USUAL['kv_token_bytes']})")
-    group.add_argument("--kv-on-host", action="store_true", help="moving KV takes the time of steps of both instances, as on CPUs")
+    group.add_argument(
+        "--kv-on-host", action="store_true", default=None, help="moving KV takes the time of steps of both instances, as on CPUs"
+    )
     moves = f"each block when it is full, or all at the end (default: {_USUAL['kv_transfer']})"
     group.add_argument("--kv-transfer", choices=("blocks", "end"), help=moves)
-    group.add_argument("--fixed-hand-offs", action="store_true", help="a hand-off stays where the policy has placed it")
-    group.add_argument(
-        "--expect", default="exact", metavar="HOW", help="lengths of answers: exact | mean | fixed:N | lognormal:SIGMA (default: exact)"
-    )
+    group.add_argument("--fixed-hand-offs", action="store_true", default=None, help="a hand-off stays where the policy has placed it")
+    group.add_argument("--expect", metavar="HOW", help="lengths of answers: exact | mean | fixed:N | lognormal:SIGMA (default: exact)")
     group.add_argument("--parameters", type=options.positive, metavar="N", help="of the model, for MFU")
     group.add_argument("--layers", type=options.whole(1), metavar="N")
     group.add_argument("--hidden", type=options.whole(1), metavar="N", help="query heads x head size")
