@@ -199,10 +199,35 @@ def test_two_transfers_share_the_link_into_an_instance() -> None:
 
 
 def test_moving_kv_on_the_host_lengthens_the_next_step_of_both_instances() -> None:
-    # The prompts' steps end at 10 and, with the 10 ms of 100 tokens that leave meanwhile, at 30 ms; beta's step begins at 12 ms.
+    # The prompts' steps end at 10 and, with the 10 ms of 100 tokens that leave meanwhile, at 30 ms; beta's step begins at 12 ms, and has
+    # eight of them beside it.
     first, second = run([(0.0, 100, 2), (1.0, 100, 2)], placement=HALF_AT_PROMPT, instances=2, kv_token_work_ms=0.1).outcomes
     assert (first.first_token_ms, second.first_token_ms) == pytest.approx((10.0, 30.0))
-    assert first.end_ms == pytest.approx(12.0 + 20.0)
+    assert first.end_ms == pytest.approx(12.0 + 8.0 + 10.0)
+
+
+def test_kv_that_has_moved_beside_nothing_lengthens_no_step() -> None:
+    # The KV of the first prompt comes from 10 to 110 ms to an instance that is idle; the second one is a second later.
+    first, second = run(
+        [(0.0, 100, 2), (1000.0, 100, 2)], placement=HALF_AT_PROMPT, instances=2, kv_token_ms=1.0, kv_token_work_ms=1.0
+    ).outcomes
+    assert first.end_ms == pytest.approx(112.0 + 10.0)
+    assert second.first_token_ms == pytest.approx(1010.0)
+
+
+def test_kv_that_waits_for_a_seat_is_held_where_it_comes_from() -> None:
+    # One decode at a time: the first one's begins at 12 ms and ends at 112. One prompt fits beside nothing that is kept.
+    requests = [(0.0, 100, 11), (1.0, 100, 11), (2.0, 100, 11)]
+    placement = Options(Policy.disaggregated, prefill_instances=1)
+    outcomes = run(requests, engine(kv=150, running=1), placement, instances=2).outcomes
+    assert [outcome.first_token_ms for outcome in outcomes] == pytest.approx([10.0, 22.0, 122.0])
+
+
+def test_two_instances_full_of_what_they_keep_for_each_other_go_on() -> None:
+    requests = [(0.1 * number, 100, 30) for number in range(40)]
+    result = run(requests, engine(kv=260, running=2), HALF_AT_PROMPT, instances=2)
+    assert all(outcome.end_ms > 0 for outcome in result.outcomes)
+    assert sum(result.gap_counts) == 40 * 29
 
 
 def test_alpha_keeps_its_memory_until_its_kv_has_arrived() -> None:

@@ -125,11 +125,17 @@ BatchShape SimulatedInstance::DecodesLater() const {
   return decodes;
 }
 
+// The first of those that wait.
+const SimulatedSequence& SimulatedInstance::Admit() {
+  SimulatedSequence& sequence = running_.emplace_back(waiting_.front());
+  waiting_.pop_front();
+  if (std::exchange(sequence.is_kept, false)) begun_.push_back(sequence.request);
+  return sequence;
+}
+
 // Beside whatever prompt: it needs nothing but the token that it samples from.
 void SimulatedInstance::Resume() {
-  const SimulatedSequence sequence = waiting_.front();
-  waiting_.pop_front();
-  running_.push_back(sequence);
+  const SimulatedSequence& sequence = Admit();
   chunk_.push_back(1);
   kv_used_ += sequence.computed;
   ++step_tokens_;
@@ -204,8 +210,7 @@ void SimulatedInstance::Spend(std::int64_t budget) {
     if (tokens <= 0) return;
     if (is_new) {
       kv_used_ += held;
-      running_.push_back(waiting_.front());
-      waiting_.pop_front();
+      Admit();
       chunk_.push_back(tokens);
     } else {
       chunk_[work_of_[i]] = tokens;

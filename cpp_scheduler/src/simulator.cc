@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <limits>
 #include <numbers>
 #include <queue>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "dynaserve/placement.h"
 #include "dynaserve/scheduler.h"
@@ -63,6 +65,7 @@ class Simulation {
         betas_(requests.size(), kNowhere),
         sent_tokens_(requests.size(), 0),
         arrived_ms_(requests.size(), 0.0),
+        kept_(requests.size()),
         last_token_ms_(requests.size(), -1.0) {
     const auto count = static_cast<std::size_t>(options.instances);
     if (Drifts()) {
@@ -86,9 +89,10 @@ class Simulation {
     }
     out_free_ms_.resize(count, 0.0);
     in_free_ms_.resize(count, 0.0);
-    moving_ms_.resize(count, 0.0);
+    moving_.resize(count);
     reported_ms_.resize(count, 0.0);
     pending_.resize(count);
+    kept_by_.resize(count);
     heard_shares_.resize(count, options.engine.margin);
     used_shares_.resize(count, options.engine.margin);
   }
@@ -109,9 +113,9 @@ class Simulation {
         if (Shows(event.beta.request, event.beta.computed)) {
           instances_[event.instance].ExpectNoMore(event.beta.request);
         }
+        kept_[event.beta.request] = {event.from, event.beta.computed};
+        kept_by_[event.from].push_back(event.beta.request);
         instances_[event.instance].Add(event.beta);
-        instances_[event.from].ReleaseKv(event.beta.computed);
-        Wake(event.from);
       } else {
         EndStep(event.instance);
       }
@@ -160,13 +164,33 @@ class Simulation {
     SimulatedInstance& instance = instances_[at];
     if (instance.stepping()) return;
     const double predicted_ms = instance.BeginStep(now_ms_);
-    if (!instance.stepping()) return;
+    for (const std::uint32_t number : instance.TakeBegun()) LetGo(number);
+    if (!instance.stepping()) {
+      // Two full of what they keep for each other would stand still; real ones lift such hand-offs.
+      if (!instance.idle() && !kept_by_[at].empty()) LetGo(kept_by_[at].front());
+      return;
+    }
     // Of an instance that learns the prediction is not what its steps take.
     const double usual_ms = Drifts() ? table_.StepMs(instance.shape()) : predicted_ms;
     const double noise = options_.step_sigma * Normal();
-    step_ms_[at] = usual_ms * std::exp(noise + DriftOf(at)) + moving_ms_[at];
-    moving_ms_[at] = 0.0;
+    step_ms_[at] = usual_ms * std::exp(noise + DriftOf(at)) + TakeMovingMs(at);
     events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}, at});
+  }
+
+  // What KV on the move takes of the step that begins: an instance that was idle has moved it
+  // beside nothing.
+  double TakeMovingMs(std::uint32_t at) {
+    const Moving moving = std::exchange(moving_[at], {});
+    return std::min(moving.work_ms, std::max(0.0, moving.until_ms - now_ms_));
+  }
+
+  // Its KV is needed no more where its first half ran.
+  void LetGo(std::uint32_t number) {
+    const Kept kept = std::exchange(kept_[number], {});
+    if (kept.tokens == 0) return;
+    std::erase(kept_by_[kept.by], number);
+    instances_[kept.by].ReleaseKv(kept.tokens);
+    Wake(kept.by);
   }
 
   void EndStep(std::uint32_t at) {
@@ -246,8 +270,14 @@ class Simulation {
     const auto tokens = static_cast<double>(until - sent_tokens_[number]);
     out_free_ms = in_free_ms = arrived_ms_[number] = start_ms + options_.kv_token_ms * tokens;
     sent_tokens_[number] = until;
+    const double work_ms = options_.kv_token_work_ms * tokens;
+    const double until_ms = std::max(arrived_ms_[number], start_ms + work_ms);
     for (const std::uint32_t at : {from, betas_[number]}) {
-      moving_ms_[at] += options_.kv_token_work_ms * tokens;
+      Moving& moving = moving_[at];
+      moving.work_ms += work_ms;
+      // Of a step under way the end is known already: the next one is longer instead.
+      moving.until_ms = instances_[at].stepping() ? std::numeric_limits<double>::infinity()
+                                                  : std::max(moving.until_ms, until_ms);
     }
   }
 
@@ -258,6 +288,7 @@ class Simulation {
     scheduler_.Parked(std::to_string(number), sequence.computed, now_ms_);
     sequence.is_beta = true;
     sequence.keeps_kv = false;
+    sequence.is_kept = true;
     sequence.end = ComputedTokens(request.prompt_tokens, request.output_tokens);
     const double there_ms = std::max(now_ms_, arrived_ms_[number]);
     result_.outcomes[number].hand_off_wait_ms = there_ms - now_ms_;
@@ -366,6 +397,14 @@ class Simulation {
     return radius * std::cos(2.0 * std::numbers::pi * uniform());
   }
 
+  struct Moving {
+    double work_ms = 0.0;
+    double until_ms = 0.0;
+  };
+  struct Kept {
+    std::uint32_t by = 0;
+    std::int64_t tokens = 0;  // of KV; 0: it is not
+  };
   struct Drift {
     double value = 0.0;
     double at_ms = 0.0;
@@ -387,11 +426,13 @@ class Simulation {
   std::vector<std::vector<std::uint32_t>> pending_;  // hand-offs to come, by alpha's instance
   std::vector<std::int64_t> sent_tokens_;            // of KV, by request
   std::vector<double> arrived_ms_;                   // the last of it, by request
+  std::vector<Kept> kept_;                           // by request, until its second half begins
+  std::vector<std::vector<std::uint32_t>> kept_by_;  // by instance
   std::vector<double> last_token_ms_;
   std::vector<InstanceId> ids_;
   std::vector<double> out_free_ms_;
   std::vector<double> in_free_ms_;
-  std::vector<double> moving_ms_;  // by instance: what its next step is longer by
+  std::vector<Moving> moving_;  // by instance
   std::vector<double> reported_ms_;
   std::vector<double> heard_shares_;  // by instance: of the SLO, smoothed,
   std::vector<double> used_shares_;   // and what the scheduler goes by

@@ -14,6 +14,7 @@
 #include <deque>
 #include <limits>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "dynaserve/batch_rule.h"
@@ -52,6 +53,7 @@ struct SimulatedSequence {
   std::int64_t end = 0;
   double last_token_ms = 0.0;  // of its last output token; read once it has known > prompt
   bool keeps_kv = false;       // when it ends, until ReleaseKv()
+  bool is_kept = false;        // where it comes from, until it begins here
 
   std::int64_t missing() const { return known - computed; }
   bool decodes() const { return known > prompt && missing() == 1; }
@@ -106,6 +108,9 @@ class SimulatedInstance {
   // Replaces EngineOptions::margin, in (0, 1].
   void SetMargin(double margin) { margin_ = margin; }
 
+  // Those that were kept where they came from, and have begun here since the last call.
+  std::vector<std::uint32_t> TakeBegun() { return std::exchange(begun_, {}); }
+
   // Frees KV that an ended sequence has kept.  Requires that it has kept as much.
   void ReleaseKv(std::int64_t tokens);
 
@@ -124,6 +129,7 @@ class SimulatedInstance {
   void GatherDecodes(double now_ms);
   bool CanResume(const SimulatedSequence& sequence) const;
   void Resume();
+  const SimulatedSequence& Admit();
   BatchShape DecodesLater() const;
   void GatherPrefills();
   std::int64_t Budget();
@@ -144,6 +150,7 @@ class SimulatedInstance {
     double at_ms;
   };
   std::map<std::uint32_t, Expected> expected_;  // by request
+  std::vector<std::uint32_t> begun_;
   bool stepping_ = false;
   bool preempted_ = false;  // while this step was formed
   InstanceUse use_;
