@@ -224,10 +224,12 @@ def test_kv_that_waits_for_a_seat_is_held_where_it_comes_from() -> None:
 
 
 def test_two_instances_full_of_what_they_keep_for_each_other_go_on() -> None:
-    requests = [(0.1 * number, 100, 30) for number in range(40)]
-    result = run(requests, engine(kv=260, running=2), HALF_AT_PROMPT, instances=2)
+    # Each has computed a prompt for the other, and has no room for the other's beside it.
+    requests = [(0.0, 100, 30), (0.1, 100, 30)]
+    placement = Options(Policy.fixed, 100 / 129)
+    result = run(requests, engine(kv=150), placement, instances=2)
     assert all(outcome.end_ms > 0 for outcome in result.outcomes)
-    assert sum(result.gap_counts) == 40 * 29
+    assert sum(result.gap_counts) == 2 * 29
 
 
 def test_alpha_keeps_its_memory_until_its_kv_has_arrived() -> None:
