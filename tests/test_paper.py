@@ -20,7 +20,7 @@ from benchmarks import provenance
 from benchmarks.checkout import commit
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import baselines, figures, tables, why
-from benchmarks.paper.oracle import ORACLES, sustained_tokens_per_s
+from benchmarks.paper.oracle import ORACLES, Overloaded, compared, sustained_tokens_per_s
 from benchmarks.paper.setting import DISAGGREGATED, DYNAMIC, MODELS, SLO_AWARE, Bench, Row, chunked, simulations, write
 from dynaserve.bench.report import machine
 from dynaserve.bench.simulate import SimulatedRun
@@ -366,3 +366,27 @@ def test_the_paper_s_own_search_is_timed_as_ours(bench: Bench, monkeypatch: pyte
 def test_the_goodput_of_table_4_is_looked_for_below_the_limit(bench: Bench) -> None:
     goodput = [row.here for row in why.table4_why(bench)]
     assert goodput[0] < goodput[-1]
+
+
+@pytest.mark.parametrize(
+    ("p99_tbt_ms", "told"),
+    [
+        ({}, ["exhaustive:gather=1, +- 0.000, MISSED"]),
+        ({"exhaustive:gather=1": 50.4}, ["exhaustive:gather=1, +- 0.000, MISSED"]),  # but for 1 %
+        (
+            {"exhaustive:gather=1": 58.0},
+            ["oracle, exhaustive, +- 0.000", "exhaustive:gather=1, +- 0.000, left out: P99 TBT 58.0 and not 50.5 ms"],
+        ),
+        ({"exhaustive:gather=1": 58.0, "dynamic": 58.0}, ["exhaustive:gather=1, +- 0.000, MISSED"]),
+        ({"exhaustive:gather=0": 58.0}, ["exhaustive:gather=1, +- 0.000, MISSED"]),  # left out, and no better
+        (dict.fromkeys(ORACLES, 58.0), ["exhaustive:gather=1, +- 0.000, MISSED"]),
+    ],
+)
+def test_an_oracle_counts_that_keeps_the_slo_as_dynamic_does(p99_tbt_ms: dict[str, float], told: list[str]) -> None:
+    tokens_per_s = {"dynamic": 100.0, "exhaustive": 100.0, "exhaustive:gather=0": 90.0, "exhaustive:gather=1": 125.0}
+    found = {name: Overloaded([tokens] * 2, [p99_tbt_ms.get(name, 49.0)] * 2) for name, tokens in tokens_per_s.items()}
+
+    rows = list(compared("P219 D1467 at 50 ms", found, 50.0))
+
+    assert [row.what.endswith(what) for row, what in zip(rows, told, strict=True)] == [True] * len(told)
+    assert [row.here for row in rows] == ([0.8] if len(told) == 1 else [1.0, 0.8])
