@@ -146,6 +146,16 @@ def test_a_beta_that_cannot_run_does_not_keep_prompts_waiting(tmp_path: Path) ->
     assert "beta" not in engine.token_times_s
 
 
+def test_a_beta_whose_kv_has_not_come_makes_no_room_for_a_prompt(tmp_path: Path) -> None:
+    """vLLM begins prompts up to so many requests, as long as its step has tokens left."""
+    engine = full_instance(tmp_path)
+    announce(engine, "beta")
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.kv_holding_waiting] == ["beta"]
+    engine.scheduler.prepare_step(engine.now_s)
+    assert engine.scheduler.max_num_active_reqs == len(engine.scheduler.running)
+
+
 def test_an_alpha_whose_part_is_cached_does_not_wait_for_other_prompts(tmp_path: Path) -> None:
     engine = Engine(tmp_path, options=PluginOptions(), cuts=True, enable_prefix_caching=True)
     engine.learn()

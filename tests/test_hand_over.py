@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
 
 from dynaserve.errors import ConfigError
 from dynaserve.kv_transfer.agent import PeerLost, TransferReport
@@ -350,6 +353,24 @@ def test_a_beta_that_was_continued_is_not_taken_back(tmp_path: Path) -> None:
     assert len(instance.engine.token_times_s["b"]) == 40 - 11
 
 
+def test_betas_that_take_all_blocks_begin_all_the_same(tmp_path: Path) -> None:
+    """Each ends with a full block, and nothing runs that could be preempted for the next one."""
+    blocks, prompt = 11, 11 * BLOCK
+    instance = Instance(tmp_path, blocks=1 + 2 * blocks)
+    names = ("b1", "b2")
+    for name in names:
+        instance.add(name, "beta", prompt, prompt, outputs=4)
+    instance.step()
+    continued = [name for name in names if instance.scheduler.continue_request(name, prompt, [9], 0.0)]
+    for name in continued:
+        instance.landed(name, blocks)
+        instance.engine.arrived.add(name)
+    instance.steps_until(lambda: all(name in instance.engine.token_times_s for name in continued))
+    assert continued[:1] == ["b1"]
+    assert [event.request_id for event in instance.events(Revoked)] == [name for name in names if name not in continued]
+    instance.finish()
+
+
 def test_a_beta_without_blocks_for_all_that_alpha_computed_gives_itself_up(tmp_path: Path) -> None:
     instance = Instance(tmp_path, blocks=24)
     instance.engine.add("other", 400, 100)
@@ -448,6 +469,31 @@ def test_a_request_of_a_lost_instance_goes_on_after_its_tokens(instance: Instanc
     instance.finish()
     assert len(instance.engine.token_times_s["w"]) == 15
     assert instance.events(Ended) == [Ended("w", 100 + 40 - 1, 0)]
+
+
+def test_a_grammar_goes_on_where_a_lost_instance_has_left_it_though_its_adapter_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = Instance(tmp_path, enable_lora=True, max_loras=1)
+    accepted: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(
+        instance.scheduler, "_accept_outputs", lambda request, micro: accepted.append((request.request_id, micro.plan.output_token_ids))
+    )
+    instance.engine.add("other", 100, 60, adapter=1)
+    instance.step()
+    plan = Plan("whole", output_token_ids=[7] * 25)
+    instance.engine.add("w", 100, 40, adapter=2, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    request = instance.scheduler.requests["w"]
+    request.structured_output_request = SimpleNamespace(grammar=None)
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    instance.step()
+    assert not accepted
+    request.structured_output_request.grammar = object()
+    instance.step(2)
+    assert "w" not in instance.engine.token_times_s, "the other adapter has its only place"
+    request.structured_output_request = None  # nothing here can compile one
+    instance.finish()
+    assert accepted == [("w", [7] * 25)]
 
 
 def test_a_lost_peer_is_told_to_every_worker(instance: Instance) -> None:

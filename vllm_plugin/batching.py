@@ -179,7 +179,8 @@ class SloScheduler(ResumingFirst):
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         self._held_back = {request.request_id for request in batch.arrived[admitted:]}
         begins = max(0, admitted - len(batch.arrived))
-        room = len(self.running) + len(self.kv_holding_waiting) - len(self._held_back) + begins
+        resume = sum(map(self.has_arrived, self.kv_holding_waiting)) - len(self._held_back)
+        room = len(self.running) + resume + begins
         most = self._most_active_requests + self.parked_slots
         self.max_num_active_reqs = min(most, room) if begins < len(self.waiting) else most
         return plan

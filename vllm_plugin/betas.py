@@ -34,12 +34,13 @@ class BetaScheduler(Scheduler):
 
     micro: MicroRequests
     monotonic: Callable[[], float]
+    fits_adapters: Callable[[Request], bool]
     _revoked_s: float = float("-inf")
 
     # -- reserve, grow, take back --------------------------------------------------------------------------------------
 
     def reserve(self, request: Request, micro: MicroRequest) -> bool:
-        """Takes blocks for the first `hand_off_at` tokens, or for as many as there is room for, now or not at all."""
+        """Takes blocks for what the beta begins with, or for as many tokens as there is room for, now or not at all."""
         plan = micro.plan
         assert plan.hand_off_at is not None
         assert plan.transfer_id is not None
@@ -49,7 +50,7 @@ class BetaScheduler(Scheduler):
         usable = min(cached, plan.hand_off_at - 1) // self.block_size * self.block_size
         if usable < cached:
             blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
-        tokens = min(plan.hand_off_at, usable + self._room() * self.block_size)
+        tokens = min(self._begins_with(request, plan.hand_off_at), usable + self._room() * self.block_size)
         if tokens <= usable:
             return False
         allocated = self.kv_cache_manager.allocate_slots(
@@ -71,17 +72,32 @@ class BetaScheduler(Scheduler):
         block_ids = self.kv_cache_manager.get_blocks(request.request_id).get_block_ids()[0]
         command = Reserve(plan.transfer_id, tuple(plan.senders), plan.transport, micro.first_index, tuple(block_ids[micro.first_index :]))
         self.micro.command(request.request_id, command)
-        self.micro.granted(micro, len(block_ids), tokens)
+        self._tell_granted(micro, len(block_ids), tokens)
         if tokens < plan.hand_off_at:
             self.micro.counts["granted_in_part"] += 1
         return True
+
+    def _begins_with(self, request: Request, hand_off_at: int) -> int:
+        """Tokens: those that come, and where the whole prompt does, the slots of its first step here. Nobody may be there to give up
+        blocks for it then: vLLM preempts for those that run, and keeps room for the rest of a prompt only
+        (`_inflight_prefill_reserved_blocks`)."""
+        if hand_off_at < request.num_prompt_tokens:
+            return hand_off_at
+        return int(min(hand_off_at + 1 + self.num_lookahead_tokens, self.max_model_len))
+
+    def _tell_granted(self, micro: MicroRequest, blocks: int, tokens: int) -> None:
+        """tokens: that the blocks hold, of which no more than `hand_off_at` come."""
+        assert micro.plan.hand_off_at is not None
+        self.micro.granted(micro, blocks, min(tokens, micro.plan.hand_off_at))
 
     def reservation(self, request_id: str) -> Granted | Refused:
         """What became of an announced request."""
         micro = self.micro.by_id.get(request_id)
         if micro is None:
             return Refused(request_id, f"no KV blocks to reserve: {self.kv_cache_manager.usage:.0%} of the cache is in use")
-        return Granted(request_id, micro.cached_tokens, self.requests[request_id].num_computed_tokens)
+        assert micro.plan.hand_off_at is not None
+        tokens = min(self.requests[request_id].num_computed_tokens, micro.plan.hand_off_at)
+        return Granted(request_id, micro.cached_tokens, tokens)
 
     def _room(self) -> int:
         """Blocks that may be reserved: what is free, less what running and waiting requests are going to ask for next."""
@@ -100,12 +116,13 @@ class BetaScheduler(Scheduler):
             if not micro.revocable or micro.plan.hand_off_at is None:
                 continue
             request = self.requests[request_id]
-            if request.num_computed_tokens >= micro.plan.hand_off_at:
+            wanted = self._begins_with(request, micro.plan.hand_off_at)
+            if request.num_computed_tokens >= wanted:
                 continue
             room = self._room() if room is None else room
             if room <= 0:
                 return
-            if self._grow(request, micro, min(micro.plan.hand_off_at, (micro.granted_blocks + room) * self.block_size)):
+            if self._grow(request, micro, min(wanted, (micro.granted_blocks + room) * self.block_size)):
                 room = None
 
     def _grow(self, request: Request, micro: MicroRequest, tokens: int) -> bool:
@@ -124,7 +141,7 @@ class BetaScheduler(Scheduler):
         if len(block_ids) > micro.granted_blocks:
             assert micro.plan.transfer_id is not None
             self.micro.command(request.request_id, Extend(micro.plan.transfer_id, tuple(block_ids[micro.granted_blocks :])))
-        self.micro.granted(micro, len(block_ids), tokens)
+        self._tell_granted(micro, len(block_ids), tokens)
         return True
 
     def move_beta(self, micro: MicroRequest, hand_off_at: int | None) -> bool:
@@ -187,7 +204,7 @@ class BetaScheduler(Scheduler):
             logger.error(told, request_id, len(output_token_ids), expected, extra=of_request(request_id))
             self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
             return False
-        if not self._grow(request, micro, hand_off_at):
+        if not self._grow(request, micro, self._begins_with(request, hand_off_at)):
             self.revoke(micro, f"no KV blocks for {hand_off_at} tokens: {request.num_computed_tokens} are reserved")
             return False
         micro.step_rest_ms = waited_ms
@@ -235,17 +252,17 @@ class BetaScheduler(Scheduler):
             return False
         self._accept_outputs(request, micro)
         self.micro.resume(micro)
-        return True
+        return self.fits_adapters(request)
 
     def _handle_blocked_whole(self, request: Request) -> bool:
         """No beta: it may wait for its grammar, which then stands where an instance that was lost has left it."""
-        waits_for_grammar = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        if not super()._handle_blocked_waiting_request(request):
-            return False
+        waited = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        may_run = bool(super()._handle_blocked_waiting_request(request))
         micro = self.micro.by_id.get(request.request_id)
-        if micro is not None and waits_for_grammar:
+        # It is there once only, though the request may have to wait on, as for an adapter.
+        if micro is not None and waited and request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._accept_outputs(request, micro)
-        return True
+        return may_run
 
     def can_resume(self, request: Request, micro: MicroRequest) -> bool:
         """KV, the alpha's tokens and the compiled grammar are there."""
