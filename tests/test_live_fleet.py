@@ -649,6 +649,40 @@ def test_a_prompt_that_is_slower_than_predicted_keeps_others_waiting() -> None:
     scheduler.check_invariants()
 
 
+def test_a_prompt_of_which_nothing_is_told_is_no_faster_than_its_steps() -> None:
+    """Instances with vLLM's own batches tell of answers only: each step of 214.8 ms ends a little late."""
+    linear = ProfileTable(Roofline(overhead_ms=10.0, token_ms=0.1, knee_tokens=1.0, pair_ms=0.0, decode_ms=0.0, context_ms=0.0))
+    scheduler = GlobalScheduler(Options(Policy.dynamic), linear)
+    scheduler.observe(InstanceState("i0", limits=InstanceLimits(max_step_tokens=2048)))
+    placed(scheduler, request("answer", 1, 1000), 0.0)
+    placed(scheduler, request("prompt", 20_480, 1), 1.0)
+    for step in range(1, 6):
+        now_ms = 10.1 + 216.0 * step
+        scheduler.report("i0", [Progress(request_id="answer", computed_tokens=1 + step, expected_output_tokens=1000)], now_ms)
+    assert expected_ttft_ms(scheduler, now_ms) > 4 * 214.8  # of the ten steps five are left
+
+
+def test_kv_that_is_on_its_way_is_waited_for_after_its_alpha_stands() -> None:
+    scheduler = fleet(Policy.dynamic)
+    scheduler.set_kv_token_ms(0.2, work_ms=0.0)
+    placement = placed(scheduler, request("r", 8000, 100, forced_split=4096), 0.0)
+    assert placement.beta is not None
+    stands_ms = 450.0  # about when its steps are over
+    scheduler.parked("r", 4096, stands_ms)
+    scheduler.observe(InstanceState(placement.alpha.instance_id, False, InstanceLimits(step_ms=47.5, kv_tokens=200_000)))
+    # All of it takes 819 ms, in which another prompt finds beta's instance idle.
+    assert expected_ttft_ms(scheduler, stands_ms) < 100.0
+    assert expected_ttft_ms(scheduler, stands_ms + 825.0) > 300.0
+
+
+def test_limits_that_are_refused_change_nothing() -> None:
+    scheduler = fleet(Policy.dynamic, num_instances=1)
+    with pytest.raises(ValueError, match="max_requests"):
+        scheduler.observe(InstanceState("i0", False, InstanceLimits(max_requests=0)))
+    assert placed(scheduler, request("r"), 0.0).alpha.instance_id == "i0"
+    scheduler.check_invariants()
+
+
 def test_of_a_prompt_that_waits_what_is_cached_is_not_computed() -> None:
     scheduler = fleet(Policy.dynamic, num_instances=1)
     placed(scheduler, request("cached", 20_000, 1, cached=[CachedPrefix("i0", 19_000)]), 0.0)

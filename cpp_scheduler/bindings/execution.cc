@@ -55,8 +55,10 @@ void BindRequests(nb::module_& m) {
   forecast.def_ro("start_ms", &Forecast::start_ms)
       .def_ro("prefill_end_ms", &Forecast::prefill_end_ms)
       .def_ro("end_ms", &Forecast::end_ms)
-      .def_ro("last_prefill_tokens", &Forecast::last_prefill_tokens);
-  AsValue(forecast, "start_ms", "prefill_end_ms", "end_ms", "last_prefill_tokens");
+      .def_ro("last_prefill_tokens", &Forecast::last_prefill_tokens)
+      .def_ro("first_prefill_end_ms", &Forecast::first_prefill_end_ms);
+  AsValue(forecast, "start_ms", "prefill_end_ms", "end_ms", "last_prefill_tokens",
+          "first_prefill_end_ms");
 
   nb::enum_<Horizon>(m, "Horizon", "How far a prediction goes.")
       .value("prefill_end", Horizon::kPrefillEnd)

@@ -581,6 +581,8 @@ void ExecutionPredictor::StepWithPrefill(State& state, std::vector<Ended>* ended
     request.context_tokens += taken;
     if (request.key == watched_ && taken > 0) {
       watched_forecast_.last_prefill_tokens = taken;
+      watched_forecast_.first_prefill_end_ms =
+          std::min(watched_forecast_.first_prefill_end_ms, state.now_ms);
       if (watched_steps_ != nullptr) {
         watched_steps_->push_back({state.now_ms, request.context_tokens});
       }

@@ -54,7 +54,8 @@ void FleetState::Split(const std::string& request_id, const InstanceId& beta,
                        std::int64_t split_token) {
   const auto found = reservations_.find(request_id);
   const auto to = instances_.find(beta);
-  if (found == reservations_.end() || found->second.size() != 1 || to == instances_.end()) return;
+  if (found == reservations_.end() || found->second.size() != 1) return;
+  if (to == instances_.end() || !to->second.present) return;
   Reservation& alpha = found->second.front();
   if (alpha.instance_id == beta) return;
   const std::int64_t moved = std::max<std::int64_t>(0, alpha.tokens - split_token);

@@ -32,14 +32,17 @@ double LiveFleet::At(double now_ms) { return now_ms_ = std::max(now_ms_, now_ms)
 
 void LiveFleet::Observe(const InstanceState& instance) {
   const auto found = instances_.find(instance.instance_id);
-  if (found != instances_.end()) {
-    // One may have taken the other's place.
-    if (found->second.accepts_new != instance.accepts_new) planned_ms_ = kNeverPlanned;
+  const bool is_known = found != instances_.end();
+  const bool is_alike = is_known && found->second.limits == instance.limits;
+  // Throws before anything has changed.
+  auto predictor =
+      is_alike ? nullptr : std::make_unique<ExecutionPredictor>(*table_, instance.limits);
+  // What was planned was for others, or one may have taken the other's place.
+  if (!is_known || found->second.accepts_new != instance.accepts_new) planned_ms_ = kNeverPlanned;
+  if (is_alike) {
     found->second.accepts_new = instance.accepts_new;
-    if (found->second.limits == instance.limits) return;
+    return;
   }
-  auto predictor = std::make_unique<ExecutionPredictor>(*table_, instance.limits);
-  if (found == instances_.end()) planned_ms_ = kNeverPlanned;  // for others
   Instance& known = instances_[instance.instance_id];
   known.limits = instance.limits;
   known.accepts_new = instance.accepts_new;

@@ -29,6 +29,7 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
   predictor.Snapshot(now_ms, running_, waiting_);
   sent_back_.clear();
   under_way_.clear();
+  told_.clear();
   // A long queue is told of as a whole.
   waits_.clear();
   for (const VirtualRequest& request : waiting_) waits_.insert(request.key);
@@ -47,7 +48,12 @@ void LiveFleet::Report(const InstanceId& instance_id, std::span<const Progress> 
     }
   }
   waiting_.insert(waiting_.begin(), sent_back_.begin(), sent_back_.end());
-  predictor.Replace(running_, waiting_, now_ms, /*between_steps=*/true);
+  // The others are as far as after the step that is predicted to run, and no further before its
+  // end.  Not betas: the KV of one that is predicted to run may not have come.
+  const bool all_told = std::none_of(running_.begin(), running_.end(), [&](const auto& request) {
+    return request.prefill_tokens > 0 && !request.is_beta && !told_.contains(request.key);
+  });
+  predictor.Replace(running_, waiting_, now_ms, /*between_steps=*/all_told);
   for (const Entry* entry : under_way_) HoldBeta(*entry, now_ms);
 }
 
@@ -91,6 +97,7 @@ void LiveFleet::GoOn(Entry& entry, std::size_t side, const Progress& report, Ins
       std::max<std::int64_t>(0, std::min(entry.prompt_tokens, end_token) - computed);
   const std::int64_t decodes =
       std::max<std::int64_t>(0, end_token - std::max(computed, entry.prompt_tokens));
+  told_.insert(key);
   // One that is still there has at least a token to go.
   running_.push_back({key, computed, prefill,
                       prefill > 0 ? decodes : std::max<std::int64_t>(1, decodes), now_ms,

@@ -163,9 +163,21 @@ void LiveFleet::Parked(const std::string& request_id, std::int64_t computed_toke
   if (found == entries_.end() || found->second.parts.size() < 2 || computed_tokens < 1) return;
   Entry& entry = found->second;
   entry.revisions_left = 0;
-  CutAt(entry, computed_tokens, now_ms + options_.hand_off_ms, now_ms);
+  CutAt(entry, computed_tokens, ParkedReadyMs(entry, computed_tokens, now_ms), now_ms);
   const auto alpha = instances_.find(entry.parts[0].instance_id);
   if (alpha != instances_.end()) alpha->second.predictor->Remove(KeyOf(entry.ordinal, 0), now_ms);
+}
+
+// When beta has the KV of an alpha that stands: as was foretold, but not after all of it could have
+// left now.
+double LiveFleet::ParkedReadyMs(const Entry& entry, std::int64_t computed_tokens, double now_ms) {
+  const double at_once_ms = now_ms + options_.hand_off_ms;
+  const auto beta = instances_.find(entry.parts[1].instance_id);
+  if (beta == instances_.end()) return at_once_ms;
+  const auto foretold = beta->second.predictor->Find(KeyOf(entry.ordinal, 1), now_ms);
+  if (!foretold) return at_once_ms;
+  const double latest_ms = at_once_ms + options_.kv_token_ms * static_cast<double>(computed_tokens);
+  return std::clamp(foretold->ready_ms, at_once_ms, latest_ms);
 }
 
 // When beta has what alpha computes up to there; left_tokens: whose KV has not left yet, otherwise

@@ -188,7 +188,9 @@ std::int64_t SimulatedInstance::Budget() {
   const std::int64_t most = std::max<std::int64_t>(0, options_.max_step_tokens - shape_.decodes);
   if (options_.batching == Batching::kFixedChunk || work_.empty()) return most;
   const BatchLimits limits{LimitMs(), options_.max_step_tokens, options_.min_prefill_tokens};
-  return std::min(most, ChooseBudget(*table_, shape_, work_, limits).tokens);
+  // Alone, prompts go on.
+  const std::int64_t least = shape_.decodes == 0 ? 1 : 0;
+  return std::min(most, std::max(least, ChooseBudget(*table_, shape_, work_, limits).tokens));
 }
 
 double SimulatedInstance::LimitMs() const {
@@ -226,8 +228,12 @@ void SimulatedInstance::Preempt() {
   // Nothing runs and nothing can begin only if one sequence is larger than the memory.
   if (running_.empty())
     throw std::logic_error("an instance with waiting work cannot run any of it");
-  SimulatedSequence sequence = running_.back();
-  running_.pop_back();
+  // Engines keep prompts that run behind decodes, and take the last of all.
+  const auto prompt = std::find_if(running_.rbegin(), running_.rend(),
+                                   [](const auto& running) { return !running.decodes(); });
+  const auto last = prompt == running_.rend() ? running_.end() - 1 : prompt.base() - 1;
+  SimulatedSequence sequence = *last;
+  running_.erase(last);
   kv_used_ -= sequence.computed;
   sequence.computed = 0;
   waiting_.push_front(sequence);

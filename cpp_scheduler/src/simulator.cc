@@ -195,7 +195,7 @@ class Simulation {
 
   void EndStep(std::uint32_t at) {
     results_.clear();
-    if (predicts_) {
+    if (predicts_ && TellsSteps()) {
       scheduler_.ObserveStep(ids_[at], instances_[at].shape(), step_ms_[at], now_ms_);
     }
     if (Drifts()) {
@@ -223,6 +223,9 @@ class Simulation {
     }
     if (predicts_) Report(at);
   }
+
+  // With vLLM's own batches an instance tells tokens only.
+  bool TellsSteps() const { return options_.engine.batching == Batching::kSlo; }
 
   bool Drifts() const { return options_.drift_sigma > 0.0; }
 
@@ -301,9 +304,13 @@ class Simulation {
     if (now_ms_ - reported_ms_[at] < options_.report_every_ms) return;
     reported_ms_[at] = now_ms_;
     progress_.clear();
-    for (const SimulatedSequence& sequence : instances_[at].running()) AddProgress(sequence, true);
-    for (const SimulatedSequence& sequence : instances_[at].waiting()) {
-      AddProgress(sequence, false);
+    for (const SimulatedSequence& sequence : instances_[at].running()) {
+      if (TellsSteps() || sequence.known > sequence.prompt) AddProgress(sequence, true);
+    }
+    if (TellsSteps()) {
+      for (const SimulatedSequence& sequence : instances_[at].waiting()) {
+        AddProgress(sequence, false);
+      }
     }
     scheduler_.Report(ids_[at], progress_, now_ms_);
     if (options_.revises) {

@@ -551,9 +551,11 @@ void SplitSearch::DraftAlphaSteps(const PairChart& chart, Drafted draft) {
     const double beat_ms = chart.BeatMs();
     if (beat_ms > kLeastBeat * whole_ms) {
       const double beats = std::ceil((ready_with(1) - chart.beta.start_ms) / beat_ms);
+      const double first_ms = chart.beta.start_ms + beats * beat_ms;
       const double last_ms = ready_with(tokens);
-      double at_ms = chart.beta.start_ms + beats * beat_ms;
-      for (; at_ms < last_ms; at_ms += beat_ms) {
+      // Where KV moves slowly there are more beats than are worth a draft.
+      const double stride_ms = std::max(beat_ms, kLeastBeat * (last_ms - first_ms));
+      for (double at_ms = first_ms; at_ms < last_ms; at_ms += stride_ms) {
         std::int64_t enough = 1, too_many = tokens;
         while (too_many - enough > 1) {
           const std::int64_t middle = enough + (too_many - enough) / 2;

@@ -42,6 +42,17 @@ TEST(ReserveCountsBothPartsAndReleaseReturnsThem) {
   fleet.CheckInvariants();
 }
 
+TEST(NothingIsSplitToAnInstanceThatHasLeft) {
+  FleetState fleet = FleetOfTwo();
+  fleet.Reserve("r", Whole("a", 10));
+  fleet.Reserve("stays", Whole("b", 3));
+  fleet.Remove("b");
+  fleet.Split("r", "b", 4);
+  CHECK(fleet.ReservedTokens("a") == 10);
+  CHECK(fleet.ReservedTokens("b") == 3);
+  fleet.CheckInvariants();
+}
+
 TEST(WhatOthersHaveReservedCountsUntilItIsSetAnew) {
   FleetState fleet = FleetOfTwo();
   fleet.Reserve("r", Whole("a", 4));

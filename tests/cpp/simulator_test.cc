@@ -225,6 +225,40 @@ TEST(AStepEndsInTimeForAnAnswerThatComesWhileItRuns) {
   CHECK(step_ms > 90.0 && step_ms <= 99.9);
 }
 
+TEST(APromptAloneGoesOnThoughAnAnswerIsAboutToCome) {
+  // A step takes 10 ms at least, and 4.9 are left.
+  const ProfileTable table = Linear(10.0, 0.1);
+  EngineOptions options;
+  options.batching = Batching::kSlo;
+  options.slo_ms = 15.0;
+  options.min_prefill_tokens = 0;
+  SimulatedInstance instance(table, options);
+  instance.Add({.request = 0, .prompt = 100, .known = 100, .end = 100});
+  instance.Expect(1, 100, 0.0);
+  CHECK(Near(instance.BeginStep(0.0), 10.1));
+  CHECK(instance.use().preemptions == 0);
+}
+
+TEST(APromptThatRunsLosesItsKvBeforeADecodeThatCameLater) {
+  EngineOptions options;
+  options.max_step_tokens = 10;
+  options.kv_tokens = 115;
+  const ProfileTable table = Linear(10.0, 0.0);
+  SimulatedInstance instance(table, options);
+  instance.Add({0, false, 100, 0, 100, 100, 0.0, false});
+  std::vector<StepResult> results;
+  double now_ms = 0.0;
+  while (instance.use().preemptions == 0) {
+    const double step_ms = instance.BeginStep(now_ms);
+    now_ms += step_ms;
+    instance.EndStep(now_ms, step_ms, results);
+    if (instance.use().steps == 1) instance.Add({1, true, 20, 20, 21, 60, now_ms, false});
+    CHECK(instance.use().steps < 20);
+  }
+  CHECK(instance.running().size() == 1 && instance.running().front().request == 1);
+  CHECK(instance.waiting().size() == 1 && instance.waiting().front().computed == 0);
+}
+
 TEST(WhatComesWithItsKvRunsFirstAndDecodesBeforeIt) {
   const ProfileTable table = Linear(10.0, 0.1);
   SimulatedInstance instance(table, EngineOptions{});

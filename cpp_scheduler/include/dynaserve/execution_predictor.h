@@ -75,6 +75,8 @@ struct Forecast {
   double prefill_end_ms = std::numeric_limits<double>::infinity();
   double end_ms = std::numeric_limits<double>::infinity();
   std::int64_t last_prefill_tokens = 0;  // of its prefill, what the last of those computed
+  // Of the first step that computes some of its prefill; infinite: none does.
+  double first_prefill_end_ms = std::numeric_limits<double>::infinity();
 
   bool operator==(const Forecast&) const = default;
 };

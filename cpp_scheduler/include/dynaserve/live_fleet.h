@@ -229,6 +229,7 @@ class LiveFleet {
   void StayOnAlpha(Entry& entry, double now_ms);
   void Lift(Entry& entry, double now_ms);
   void CutAt(Entry& entry, std::int64_t split_token, double ready_ms, double now_ms);
+  double ParkedReadyMs(const Entry& entry, std::int64_t computed_tokens, double now_ms);
   double CutReadyMs(const Entry& entry, std::int64_t split_token,
                     std::optional<std::int64_t> left_tokens, double now_ms);
   static VirtualRequest BetaOf(const Entry& entry);  // as it is when it begins
@@ -266,6 +267,7 @@ class LiveFleet {
   std::vector<VirtualRequest> sent_back_;
   std::vector<const Entry*> under_way_;
   std::unordered_set<std::uint64_t> waits_;
+  std::unordered_set<std::uint64_t> told_;
 };
 
 }  // namespace dynaserve

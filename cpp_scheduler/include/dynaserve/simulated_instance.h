@@ -3,8 +3,9 @@
 //
 // A request's KV is counted in tokens, not in blocks.  As in vLLM's scheduler, a request is
 // admitted if all tokens that it has to compute would fit beside what is held now
-// (scheduler_reserve_full_isl); where no token of KV is left for a running decode, the request
-// admitted last loses its KV and computes it again, and nobody is admitted in that step.
+// (scheduler_reserve_full_isl); where no token of KV is left for a running decode, the prompt
+// admitted last, or if none runs the decode, loses its KV and computes it again, and nobody is
+// admitted in that step.
 //
 // Not thread-safe.  No clock: the caller passes the time and how long a step took.
 #pragma once

@@ -9,9 +9,9 @@
 // filled leave together at its end, the last one when alpha ends.  beta is ready `hand_off_ms`
 // after the later of alpha's end and the last arrival; until then alpha's KV stays where it is.
 //
-// The schedulers learn what a front-end learns: measured steps, where alphas stand, and every
-// `report_every_ms` how far the requests are that emit tokens; then they may move or lift the
-// hand-offs of alphas on that instance.
+// The schedulers learn what a front-end learns: where alphas stand, and every `report_every_ms` how
+// far the requests are that emit tokens, and with Batching::kSlo also measured steps and how far
+// prompts are; then they may move or lift the hand-offs of alphas on that instance.
 #pragma once
 
 #include <cstdint>

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -104,15 +105,18 @@ class SplitSearch {
   std::span<const Tried> tried() const { return tried_; }
 
   // When beta has the KV of so many tokens of alpha.  It leaves step by step: that of the last
-  // step, once it is over, which of a prompt in one step is all.
-  static double KvThereMs(double start_ms, double end_ms, double tokens, double last_tokens,
+  // step, once it is over, which of a prompt in one step is all.  leaves_ms: at the earliest, which
+  // is the end of the first step; drafts, which do not know it, begin with the step.
+  static double KvThereMs(double leaves_ms, double end_ms, double tokens, double last_tokens,
                           double kv_token_ms) {
-    return std::max(start_ms + kv_token_ms * tokens, end_ms + kv_token_ms * last_tokens);
+    return std::max(leaves_ms + kv_token_ms * tokens, end_ms + kv_token_ms * last_tokens);
   }
   static double KvThereMs(const Forecast& alpha, std::int64_t tokens, double kv_token_ms) {
     const bool in_answer = alpha.end_ms > alpha.prefill_end_ms;
     const std::int64_t last = in_answer ? 1 : alpha.last_prefill_tokens;
-    return KvThereMs(alpha.start_ms, alpha.end_ms, static_cast<double>(tokens),
+    const bool prefills = std::isfinite(alpha.first_prefill_end_ms);
+    const double leaves_ms = prefills ? alpha.first_prefill_end_ms : alpha.start_ms;
+    return KvThereMs(leaves_ms, alpha.end_ms, static_cast<double>(tokens),
                      static_cast<double>(last), kv_token_ms);
   }
 
