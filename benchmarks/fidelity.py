@@ -2,9 +2,9 @@
 
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. First all requests of a run are sent at
 once: half of the rate at which they are answered is that of all runs, unless --rate is given. Another run teaches the instances their
-profile. The simulator then gets the profile that the first one had learnt by its end, the errors of its predictions meanwhile, how long
-hand-overs took beside steps, and the very same requests at the same times. It has no front-end and no client, which share the cores of
-the real one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
+profile. The simulator then gets the profile that the first one had learnt by its end, the errors of both instances' predictions
+meanwhile, how long hand-overs took beside steps, and the very same requests at the same times. It has no front-end and no client, which
+share the cores of the real one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
 seen, and from `max_tokens`, which is the exact length, too.
 """
@@ -130,7 +130,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(load: Load, folder: Path) -> None:
     """Raises DynaServeError."""
-    profile, log, table = folder / "learnt.json", folder / "steps-0.csv", []
+    profile, table = folder / "learnt.json", []
+    logs = [folder / f"steps-{index}.csv" for index in range(LocalFleet.instances)]
     hand_off_ms: float | None = None
     fleet = _fleet(load, folder)
     with fleet:
@@ -147,7 +148,7 @@ def run(load: Load, folder: Path) -> None:
                 hand_off_ms = hand_off_ms_of(last_records(fleet.frontend_url), real.tbt_p50_ms)
             if load.searches:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
-            timing = Timing(sigma_of(log, began_s), hand_off_ms)
+            timing = Timing(sigma_of(logs, began_s), hand_off_ms)
             simulated = _simulate(load, policy, profile, timing)
             table.append((policy, real, simulated))
             _print(policy, real, simulated, timing)
@@ -204,12 +205,12 @@ def _bench(arguments: Sequence[str], output: Path, attempts: int = 1) -> dict[st
     return raw
 
 
-def sigma_of(log: Path, began_s: float) -> float:
+def sigma_of(logs: Sequence[Path], began_s: float) -> float:
     """Of the logarithm of measured over predicted, since then. Raises DynaServeError if nothing was predicted."""
-    steps = [step for step in read_log(log) if step.at_s >= began_s]
+    steps = [step for log in logs for step in read_log(log) if step.at_s >= began_s]
     errors = [math.log(step.measured.measured_ms / step.predicted_ms) for step in steps if step.predicted_ms]
     if not errors:
-        raise DynaServeError(f"{log}: no step was predicted")
+        raise DynaServeError(f"{', '.join(map(str, logs))}: no step was predicted")
     print(f"  {len(errors)} steps took {math.exp(fmean(errors)):.2f} of what was predicted, on geometric average", flush=True)
     return max(1e-6, pstdev(errors))
 

@@ -24,7 +24,7 @@ from benchmarks.endings import ending
 from benchmarks.parsers import add_layers, add_max_client_lag, parser_of
 from dynaserve.bench import client, compare, systems, trial
 from dynaserve.bench.capacity import trial_data
-from dynaserve.bench.options import positive, whole
+from dynaserve.bench.options import add_eos_token_id, positive, whole
 from dynaserve.bench.ratios import paired_ratio
 from dynaserve.bench.report import machine
 from dynaserve.bench.trial import Trial
@@ -193,6 +193,7 @@ def _campaign(args: argparse.Namespace, workloads: Sequence[str]) -> Campaign:
         most_runs=1,
         seed=args.seed,
         max_client_lag_ms=args.max_client_lag_ms,
+        eos_token_id=args.eos_token_id,
         output=args.output,
     )
 
@@ -211,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=positive, default=0.25, metavar="X", help=f"lengths times X {DEFAULT}")
     parser.add_argument("--duration-s", type=positive, default=60.0, metavar="T", help=f"of each run {DEFAULT}")
     add_max_client_lag(parser)
+    add_eos_token_id(parser)
     parser.add_argument("--output", type=Path, default=Path("build/bench-pairs"), metavar="DIR", help=DEFAULT)
     return parser
 

@@ -208,7 +208,7 @@ def compare(learnt: Path, folder: Path, rate_per_s: float, arrivals: str, args: 
     ended = [read(record) for record in records]
     report(ended)
     logs = [folder / f"steps-{index}.csv" for index in range(INSTANCES)]
-    sigma = max(sigma_of(log, began_s) for log in logs)
+    sigma = max(sigma_of([log], began_s) for log in logs)
     limits = InstanceLimits(
         max_requests=MOST_RUNNING, max_step_tokens=MOST_STEP_TOKENS, kv_tokens=kv_tokens(fast_dtype()), step_ms=step_limit_ms(logs)
     )

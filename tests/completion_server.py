@@ -35,7 +35,8 @@ class Act:
     cut_after, error_after, stop_after: after that many tokens the connection is cut, an error event is sent, or the answer ends for
     the reason `finish`. gather: nothing is answered before that many requests have come. lose: prompt tokens that are not counted, of
     prompts over 2. strict: refuses fields of vLLM. health: status of /health. text: of a token. slots: requests that are answered at a
-    time, the others wait in a queue; 0: all. pause_s: before the last token of the third prompt.
+    time, the others wait in a queue; 0: all. pause_s: before the last token of the third prompt. holds_back: end tokens, until there are
+    `min_tokens` others; otherwise one that is asked for by `logit_bias` comes at once.
     """
 
     status: int = 200
@@ -53,6 +54,7 @@ class Act:
     text: str = "a"
     slots: int = 0
     pause_s: float = 0.0
+    holds_back: bool = True
 
 
 @dataclass
@@ -103,7 +105,10 @@ class CompletionServer:
         if act.slots and not is_probe:
             self.slots = self.slots or asyncio.Semaphore(act.slots)
             return StreamingResponse(_in_turn(self.slots, body, act), media_type="text/event-stream")
-        return StreamingResponse(_events(body, Act(lose=act.lose, usage=act.usage) if is_probe else act), media_type="text/event-stream")
+        return StreamingResponse(
+            _events(body, Act(lose=act.lose, usage=act.usage, holds_back=act.holds_back) if is_probe else act),
+            media_type="text/event-stream",
+        )
 
 
 async def _in_turn(slots: asyncio.Semaphore, body: dict[str, Any], act: Act) -> AsyncIterator[str]:
@@ -113,7 +118,11 @@ async def _in_turn(slots: asyncio.Semaphore, body: dict[str, Any], act: Act) -> 
 
 
 async def _events(body: dict[str, Any], act: Act) -> AsyncIterator[str]:
-    wanted = body["max_tokens"] if act.stop_after is None else act.stop_after
+    wanted, finish_reason = body["max_tokens"], "length"
+    if "logit_bias" in body:
+        wanted, finish_reason = (body["min_tokens"] if act.holds_back else 0) + 1, "stop"
+    if act.stop_after is not None:
+        wanted, finish_reason = act.stop_after, act.finish
     prompt_tokens = len(body["prompt"]) - (act.lose if len(body["prompt"]) > 2 else 0)
     made = 0
     while made < wanted:
@@ -127,7 +136,7 @@ async def _events(body: dict[str, Any], act: Act) -> AsyncIterator[str]:
         if made + tokens == wanted:
             await asyncio.sleep(act.pause_s)
         made += tokens
-        finish = None if made < wanted else act.finish if act.stop_after is not None else "length"
+        finish = None if made < wanted else finish_reason
         choice = {"text": act.text * tokens, "finish_reason": finish} | (
             {"token_ids": [7] * tokens} if body.get("return_token_ids") else {}
         )

@@ -117,6 +117,31 @@ def test_what_is_sent_is_exact_and_every_prompt_is_another(bench: Bench) -> None
     assert (body["model"], body["max_tokens"], body["ignore_eos"], body["temperature"]) == ("toy", 253, True, 0)
 
 
+def test_a_server_is_not_told_the_lengths_that_an_end_token_makes(bench: Bench) -> None:
+    run = bench.replay("--eos-token-id", "2", workload="sample")
+    assert run.status == 0, run.stderr
+    assert run.raw is not None
+    assert run.raw["run"]["eos_token_id"] == 2
+    assert {request["finish_reason"] for request in run.requests} == {"stop"}
+    bodies = {len(body["prompt"]): body for body in bench.server.bodies if len(body["prompt"]) > 2}
+    longest = max(request["output_tokens"] for request in run.requests)
+    total = max(request["prompt_tokens"] + request["output_tokens"] for request in run.requests)
+    for request in run.requests:
+        body = bodies[request["prompt_tokens"]]
+        assert "ignore_eos" not in body
+        assert body["max_tokens"] == min(longest, total - request["prompt_tokens"])
+        assert (body["min_tokens"], body["stop_token_ids"], body["logit_bias"]) == (request["output_tokens"] - 1, [2], {"2": 100})
+        assert len(request["gaps_ms"]) == request["output_tokens"] - 1
+
+
+def test_an_end_token_that_comes_when_it_will_is_refused(bench: Bench) -> None:
+    run = bench.replay("--eos-token-id", "2", act=Act(holds_back=False))
+    assert run.status == 2
+    assert "does not end an answer by token 2 when it is told to" in run.stderr
+    assert "1 output tokens instead of 2, finish_reason stop" in run.stderr
+    assert not bench.server.prompts
+
+
 def test_prompts_repeat_with_a_prompt_seed(bench: Bench) -> None:
     for _ in range(2):
         assert bench.replay("--prompt-seed", "3", "--requests", "1").status == 0

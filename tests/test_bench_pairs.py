@@ -48,6 +48,7 @@ def campaign_of(output: Path, max_client_lag_ms: float = 60000.0) -> Campaign:
         most_runs=1,
         seed=1,
         max_client_lag_ms=max_client_lag_ms,
+        eos_token_id=None,
         output=output,
     )
 

@@ -70,6 +70,7 @@ def toy_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Campaign:
         most_runs=2,
         seed=1,
         max_client_lag_ms=60000.0,
+        eos_token_id=None,
         output=tmp_path / "out",
     )
 

@@ -29,7 +29,7 @@ from benchmarks.compare.candidates import BEHIND_OURS, CANDIDATES, MOST_TOKENS, 
 from benchmarks.endings import FAILED, ending
 from benchmarks.parsers import add_layers, add_max_client_lag, parser_of
 from dynaserve.bench.capacity import MOST_RUNS
-from dynaserve.bench.options import positive, whole
+from dynaserve.bench.options import add_eos_token_id, positive, whole
 from dynaserve.bench.report import machine
 from dynaserve.errors import ConfigError
 from dynaserve.files import only_writer, write_in_one_move
@@ -121,6 +121,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
         most_runs=args.most_runs,
         seed=args.seed,
         max_client_lag_ms=args.max_client_lag_ms,
+        eos_token_id=args.eos_token_id,
         output=args.output or Path(f"build/bench-compare{'-quick' if args.quick else ''}"),
     )
 
@@ -163,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--most-runs", type=whole(1), default=MOST_RUNS, metavar="N", help=f"{most_runs} {DEFAULT}")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help=f"of the requests and arrivals {DEFAULT}")
     add_max_client_lag(parser)
+    add_eos_token_id(parser)
     where = "(default: build/bench-compare; --quick: build/bench-compare-quick)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=f"reports {where}")
     return parser

@@ -37,7 +37,7 @@ SystemOf = Callable[[str, float, Path], System]
 @dataclass(frozen=True)
 class Campaign:
     """What is compared, and how thoroughly. layers: of the model. together: how many systems are up at a time, run for run in turns.
-    output: gets a folder for each comparison."""
+    eos_token_id None: clients tell lengths. output: gets a folder for each comparison."""
 
     workloads: Sequence[str]
     systems: Sequence[str]
@@ -52,6 +52,7 @@ class Campaign:
     most_runs: int
     seed: int
     max_client_lag_ms: float
+    eos_token_id: int | None
     output: Path
 
     def check(self, machine: Mapping[str, Any]) -> None:
@@ -178,7 +179,8 @@ class Campaign:
         systems = {name: asdict(CANDIDATES[name]) for name in self.systems}
         traces = None if self.traces is None else str(self.traces.resolve())
         own = {"workload": workload, "tbt_slo_ms": tbt_slo_ms, "systems": systems, "traces": traces, "dtype": fast_dtype()}
-        return {**common, **own}
+        # What was measured before there was the option is the same as without it.
+        return {**common, **own, **({} if self.eos_token_id is None else {"eos_token_id": self.eos_token_id})}
 
     def _compare_options(self, workload: str, tbt_slo_ms: float) -> CompareOptions:
         return CompareOptions(
@@ -196,7 +198,9 @@ class Campaign:
         traces = [] if self.traces is None else ["--traces", str(self.traces)]
         length = ["--duration-s", f"{self.duration_s:g}", "--seed", str(self.seed)]
         limits = ["--max-client-lag-ms", f"{self.max_client_lag_ms:g}", "--timeout-s", f"{REQUEST_TIMEOUT_S:g}"]
-        return options.parse(["--url", "http://not-started", *requests, *traces, *length, "--tbt-slo-ms", f"{tbt_slo_ms:g}", *limits])
+        hidden = [] if self.eos_token_id is None else ["--eos-token-id", str(self.eos_token_id)]
+        slo = ["--tbt-slo-ms", f"{tbt_slo_ms:g}"]
+        return options.parse(["--url", "http://not-started", *hidden, *requests, *traces, *length, *slo, *limits])
 
 
 @dataclass(frozen=True)

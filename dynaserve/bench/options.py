@@ -25,8 +25,9 @@ example:
   dynaserve bench replay --url http://127.0.0.1:8000 --workload sample --rate 2 --requests 100 --output replay.json
 
 The client sends each request at a time that is fixed before the start, whether or not earlier ones are answered. Prompts are
-random token ids of exactly the workload's length, answers have exactly its length (ignore_eos). TBT has one gap for each two
-consecutive tokens; of n tokens in one event the first has the gap, the others 0.
+random token ids of exactly the workload's length, answers have exactly its length: by max_tokens and ignore_eos, which tell the
+server how long they will be, or with --eos-token-id by that token, before which each could be as long as the longest. TBT has one
+gap for each two consecutive tokens; of n tokens in one event the first has the gap, the others 0.
 
 exit status: 0 reported; 1 no request finished; 2 bad option or server; 3 the figures cannot be trusted (the reason is one
 sentence on stderr; --output is written all the same)."""
@@ -34,12 +35,13 @@ sentence on stderr; --output is written all the same)."""
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """urls: requests go to each in turn. prompt_seed None: other prompts in each run."""
+    """urls: requests go to each in turn. eos_token_id None: max_tokens ends the answers. prompt_seed None: other prompts in each run."""
 
     urls: Sequence[str]
     model: str | None
     api_key: str | None
     extra_body: dict[str, Any]
+    eos_token_id: int | None
     workload: str
     traces: Path | None
     tokenizer: Path | None
@@ -80,6 +82,7 @@ def replay_options(args: argparse.Namespace) -> ReplayOptions:
         model=args.model,
         api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
         extra_body=args.extra_body,
+        eos_token_id=args.eos_token_id,
         workload=args.workload,
         traces=args.traces,
         tokenizer=args.tokenizer,
@@ -131,6 +134,7 @@ def add_server(group: Any, *, with_url: bool = True) -> None:
     group.add_argument("--model", metavar="NAME", help="(default: the one that the server lists)")
     group.add_argument("--api-key", metavar="KEY", help="(default: the environment variable OPENAI_API_KEY)")
     group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="fields for each request's body")
+    add_eos_token_id(group)
     group.add_argument(
         "--vocabulary",
         type=_vocabulary,
@@ -138,6 +142,17 @@ def add_server(group: Any, *, with_url: bool = True) -> None:
         metavar="LOW:HIGH",
         help="token ids of prompts, LOW <= id < HIGH (default: %(default)s, which lies above the control tokens and below the end"
         " of the vocabularies in use)",
+    )
+
+
+def add_eos_token_id(group: Any) -> None:
+    """The option --eos-token-id."""
+    group.add_argument(
+        "--eos-token-id",
+        type=whole(0),
+        metavar="N",
+        help="end answers by this token, which the server is kept from and then forced to, as it does not know their lengths; needs vLLM's"
+        " min_tokens (default: by max_tokens)",
     )
 
 

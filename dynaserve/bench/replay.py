@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dynaserve.bench import client, endpoint, options, report
 from dynaserve.bench.client import IsLost, Planned, Progress, Recording
-from dynaserve.bench.endpoint import Endpoint
+from dynaserve.bench.endpoint import Endpoint, HiddenLengths
 from dynaserve.bench.exit_status import NOTHING_TO_REPORT, say, status_of
 from dynaserve.bench.measures import summarize, why_late, why_not_exact
 from dynaserve.bench.options import ReplayOptions
@@ -85,26 +85,32 @@ async def measure(
     """
     async with client.http_client(opts.api_key) as http:
         probe = [opts.vocabulary.start, opts.vocabulary.stop - 1]
-        servers = await endpoint.find_all(http, opts.urls, opts.model, opts.extra_body, probe)
-        await _warm_up(http, servers, requests, prompts, opts)
-        plan = [_planned(servers, prompts, index, request) for index, request in enumerate(requests)]
+        servers = await endpoint.find_all(http, opts.urls, opts.model, opts.extra_body, probe, opts.eos_token_id)
+        hidden = None if opts.eos_token_id is None else HiddenLengths.of(opts.eos_token_id, requests)
+        await _warm_up(http, servers, requests, prompts, opts, hidden)
+        plan = [_planned(servers, prompts, index, request, hidden) for index, request in enumerate(requests)]
         return servers, await client.replay(http, plan, opts.timeout_s, show, is_lost)
 
 
 async def _warm_up(
-    http: httpx.AsyncClient, servers: Sequence[Endpoint], requests: Sequence[TraceRequest], prompts: Prompts, opts: ReplayOptions
+    http: httpx.AsyncClient,
+    servers: Sequence[Endpoint],
+    requests: Sequence[TraceRequest],
+    prompts: Prompts,
+    opts: ReplayOptions,
+    hidden: HiddenLengths | None,
 ) -> None:
     """Sends requests of the same lengths, but prompts that the run does not have."""
     for number, request in enumerate(islice(cycle(requests), opts.warmup)):
-        planned = _planned(servers, prompts, len(requests) + number, replace(request, prefix_hashes=()))
+        planned = _planned(servers, prompts, len(requests) + number, replace(request, prefix_hashes=()), hidden)
         record = await client.send(http, planned, 0.0, opts.timeout_s)
         if problem := record.failure or why_not_exact([record]):
             raise ConfigError(f"warm-up request {number} of {opts.warmup} failed: {problem}")
 
 
-def _planned(servers: Sequence[Endpoint], prompts: Prompts, index: int, request: TraceRequest) -> Planned:
+def _planned(servers: Sequence[Endpoint], prompts: Prompts, index: int, request: TraceRequest, hidden: HiddenLengths | None) -> Planned:
     server = servers[index % len(servers)]
-    body = server.body(prompts.token_ids(index, request), request.output_tokens)
+    body = server.body(prompts.token_ids(index, request), request.output_tokens, hidden)
     return Planned(index, request.arrived_at_s or 0.0, request, server.completions_url, body)
 
 
@@ -115,6 +121,7 @@ def _provenance(opts: ReplayOptions, arguments: Sequence[str], servers: Sequence
         "model": servers[0].model,
         "workload": opts.workload,
         "seed": opts.seed,
+        "eos_token_id": opts.eos_token_id,
         "prompt_seed": prompts.seed,
         "slo": asdict(opts.slo),
         "usage_per_event": all(server.usage_per_event for server in servers),

@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str], *, alone: bool = False) -> argparse.Namespac
         if getattr(args, name) is None:
             setattr(args, name, value)
     # What a replay needs and a simulation has not.
-    args.url, args.model, args.api_key, args.extra_body = ["http://simulated"], None, None, {}
+    args.url, args.model, args.api_key, args.extra_body, args.eos_token_id = ["http://simulated"], None, None, {}, None
     args.warmup, args.timeout_s, args.max_client_lag_ms, args.vocabulary = 0, 1.0, 1.0, range(1)
     return args
 
