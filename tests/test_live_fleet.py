@@ -675,14 +675,6 @@ def test_kv_that_is_on_its_way_is_waited_for_after_its_alpha_stands() -> None:
     assert expected_ttft_ms(scheduler, stands_ms + 825.0) > 300.0
 
 
-def test_limits_that_are_refused_change_nothing() -> None:
-    scheduler = fleet(Policy.dynamic, num_instances=1)
-    with pytest.raises(ValueError, match="max_requests"):
-        scheduler.observe(InstanceState("i0", False, InstanceLimits(max_requests=0)))
-    assert placed(scheduler, request("r"), 0.0).alpha.instance_id == "i0"
-    scheduler.check_invariants()
-
-
 def test_of_a_prompt_that_waits_what_is_cached_is_not_computed() -> None:
     scheduler = fleet(Policy.dynamic, num_instances=1)
     placed(scheduler, request("cached", 20_000, 1, cached=[CachedPrefix("i0", 19_000)]), 0.0)

@@ -51,7 +51,7 @@ def test_every_request_of_a_replay_may_be_cut_by_hand(fleet: FleetUnderTest, tmp
 @pytest.mark.parametrize("cut_at", [0, 70, 110], ids=["whole", "in the prompt", "in the answer"])
 def test_answers_end_by_their_token_where_lengths_are_hidden(fleet: FleetUnderTest, tmp_path: Path, cut_at: int) -> None:
     cut = ("--extra-body", json.dumps({"vllm_xargs": {"dynaserve_split": cut_at}}))
-    raw = replay(fleet, tmp_path / "raw.json", "--workload", "normal:100,20,0.2", "--eos-token-id", "2", *cut)
+    raw = replay(fleet, tmp_path / "raw.json", "--workload", "normal:100,20,5", "--eos-token-id", "2", *cut)
     lengths = [request["usage_output_tokens"] for request in raw["requests"]]
     assert len(set(lengths)) > 5
     assert lengths == [request["output_tokens"] for request in raw["requests"]]
