@@ -261,3 +261,12 @@ def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_commit_is_told() -> None:
     assert commit()
+
+
+def test_a_campaign_hides_lengths_from_all_its_systems_and_is_another_one_then(campaign: Campaign) -> None:
+    hidden = replace(campaign, eos_token_id=2)
+    workload, tbt_slo_ms = campaign.workloads[0], campaign.tbt_slos_ms[0]
+    assert campaign.replay(workload, tbt_slo_ms).eos_token_id is None
+    assert hidden.replay(workload, tbt_slo_ms).eos_token_id == 2
+    assert "eos_token_id" not in campaign._options(workload, tbt_slo_ms)
+    assert hidden._options(workload, tbt_slo_ms)["eos_token_id"] == 2
