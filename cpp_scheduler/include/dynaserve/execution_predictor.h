@@ -214,6 +214,7 @@ class ExecutionPredictor {
   const ProfileTable& table() const { return *table_; }
 
  private:
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
   static constexpr std::uint64_t kNobody = std::numeric_limits<std::uint64_t>::max();
   static constexpr std::uint64_t kNewcomer = kNobody - 1;
 

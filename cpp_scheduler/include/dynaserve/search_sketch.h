@@ -10,6 +10,24 @@
 
 namespace dynaserve {
 
+// The two micro-requests of a cut before that token, of which `end_token` are computed in all.
+inline VirtualRequest AlphaOf(const SearchRequest& request, std::int64_t split_token,
+                              std::int64_t cached_tokens, double now_ms) {
+  const std::int64_t prefill_end = std::min(split_token, request.prompt_tokens);
+  const std::int64_t cached = std::min(cached_tokens, prefill_end - 1);
+  return {0, cached, prefill_end - cached, split_token - prefill_end, now_ms};
+}
+
+inline VirtualRequest BetaOf(const SearchRequest& request, std::int64_t split_token,
+                             std::int64_t end_token, double ready_ms) {
+  const std::int64_t prefill = std::max<std::int64_t>(0, request.prompt_tokens - split_token);
+  return {.context_tokens = split_token,
+          .prefill_tokens = prefill,
+          .decode_tokens = end_token - std::max(split_token, request.prompt_tokens),
+          .ready_ms = ready_ms,
+          .is_beta = true};
+}
+
 // What has to be guessed below, to be predicted.  The objective is mostly queue where a fleet is
 // busy: a share of it alone would be more than most cuts gain.
 inline double WorthProbingMs(double best_ms) {
