@@ -68,9 +68,12 @@ def describe(url: str, timeout_s: float = 10.0, *, allow_stock: bool = False) ->
     if answer.is_error:
         raise ConfigError(f"instance {url} answers HTTP {answer.status_code}: {answer.text[:200]}")
     try:
-        return msgspec.json.decode(answer.content, type=InstanceDescription)
+        description = msgspec.json.decode(answer.content, type=InstanceDescription)
     except _UNREADABLE as error:
         raise ConfigError(f"instance {url} describes itself in another format (version mismatch?): {error}") from error
+    if description.stock:  # what has no plugin cannot say so: who says it would be spoken to without the fleet's secret
+        raise ConfigError(f"instance {url} says that it has no plugin, in the words of one that has it")
+    return description
 
 
 def _describe_stock(url: str, timeout_s: float) -> InstanceDescription:

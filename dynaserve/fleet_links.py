@@ -127,8 +127,15 @@ class FleetLinks:
         self.instances.pop(instance_id, None)
 
     async def ask(self, url: str, timeout_s: float) -> Instance:
-        """Who is there. Raises ConfigError where nobody answers as an instance."""
-        return Instance(url, await asyncio.get_running_loop().run_in_executor(self._askers, self.describe, url, timeout_s))
+        """Who is there. Raises ConfigError where nobody answers as an instance, OSError where nobody can be asked now."""
+        try:
+            description = await asyncio.get_running_loop().run_in_executor(self._askers, self.describe, url, timeout_s)
+        except (ConfigError, OSError):
+            raise
+        except Exception as error:  # what answers there must not end the front-end for all
+            logger.exception("instance %s cannot be understood", url)
+            raise ConfigError(f"instance {url} answers what cannot be read: {error!r}") from error
+        return Instance(url, description)
 
     # -- joining -------------------------------------------------------------------------------------------------------
 

@@ -183,7 +183,8 @@ def _instance(instance: Instance, health: str) -> InstanceView:
         running_requests=None if load is None else load.running_requests,
         waiting_requests=None if load is None else load.waiting_requests,
         kv_usage=None if load is None else load.kv_cache_usage,
-        recent_steps=[_step(step) for step in instance.recent_steps],
+        # Copied in one go: vLLM serves /metrics from another thread, while reports come.
+        recent_steps=[_step(step) for step in tuple(instance.recent_steps)],
     )
 
 

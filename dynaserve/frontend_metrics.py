@@ -58,6 +58,18 @@ END_ERROR = Histogram(
 )
 
 
+for _status in (500, 503, 504):
+    UNAVAILABLE.labels(_status)
+for _kind in ("queue", "ttft"):
+    REFUSED.labels(_kind)
+
+
+def know(url: str) -> None:
+    """Begins what is counted of an instance at 0: Prometheus sees no increase in a series that begins with its first event."""
+    for counter in (DEATHS, MALFORMED, FAILED):
+        counter.labels(url)
+
+
 def observe_end(record: RequestRecord) -> None:
     """Counts a sequence that is over on all instances."""
     marks = record.timeline_ms

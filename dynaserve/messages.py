@@ -370,7 +370,7 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     instance_epoch: Name
     gateway: Name
     model: Name
-    served_model_names: Annotated[list[Name], Meta(max_length=4096)]
+    served_model_names: Annotated[list[Name], Meta(min_length=1, max_length=4096)]
     vllm_version: Name
     dtype: Name
     block_size: Size

@@ -200,6 +200,8 @@ class RequestFlow:
     granted: bool = False
     hand_off_at: int | None = None
     """Where the alpha was told to stop."""
+    earliest_hand_off_at: int | None = None
+    """The earliest point that it was ever told: where it may have stopped, if it is lost before it hears of another one."""
     parked_at: int | None = None
     released: bool = False
     live: set[Side] = field(default_factory=set)
@@ -214,7 +216,7 @@ class RequestFlow:
         if beta is None:
             return [SendRun(alpha.instance_id, None)]
         split = self.placement.split_token
-        self.hand_off_at = split
+        self.hand_off_at = self.earliest_hand_off_at = split
         self.live.add(Side.BETA)
         self.record.beta = MicroRecord(beta.instance_id)
         self.state = State.ALPHA
@@ -388,8 +390,10 @@ class RequestFlow:
         if self.state is not State.ALPHA or self.parked_at is not None:
             return []
         assert self.placement.beta is not None
+        assert self.earliest_hand_off_at is not None
         self.record.moves += 1
         self.hand_off_at = self.record.split_token = hand_off_at
+        self.earliest_hand_off_at = min(self.earliest_hand_off_at, hand_off_at)
         return [
             SendMove(Side.ALPHA, self.placement.alpha.instance_id, hand_off_at),
             SendMove(Side.BETA, self.placement.beta.instance_id, hand_off_at),
@@ -405,7 +409,7 @@ class RequestFlow:
         rest = MicroRequest(beta, hand_off_at, max(whole.end_token, hand_off_at + 1))
         self.placement = Placement(alpha, rest, whole.reason, whole.prediction)
         self.state = State.ALPHA
-        self.hand_off_at = self.record.split_token = hand_off_at
+        self.hand_off_at = self.earliest_hand_off_at = self.record.split_token = hand_off_at
         self.live.add(Side.BETA)
         self.record.beta, self.record.kv = MicroRecord(beta), self.kv
         return [SendAnnounce(beta, hand_off_at), SendCut(alpha.instance_id, hand_off_at)]
@@ -472,11 +476,11 @@ class RequestFlow:
         return self._orphan(reason, now_ms)
 
     def _continue_without_alpha(self, reason: str, now_ms: float) -> list[Instruction]:
-        """The beta begins where the tokens that the client has end, from the KV that has arrived."""
-        split, prompt = self.record.split_token, self.record.prompt_tokens
-        assert split is not None
-        tokens = len(self.output_token_ids)
-        hand_off_at = prompt + tokens - 1 if tokens else min(split, prompt - 1)
+        """The beta begins where the tokens that the client has end, from the KV that has arrived; in a prompt not beyond where the alpha
+        may have stopped: it has sent the block of that token as far as it had filled it, and it counts as there."""
+        prompt, tokens = self.record.prompt_tokens, len(self.output_token_ids)
+        assert self.earliest_hand_off_at is not None
+        hand_off_at = prompt + tokens - 1 if tokens else min(self.earliest_hand_off_at, prompt - 1)
         if not self.granted or hand_off_at < 1:
             return self._orphan(reason, now_ms)
         self.parked_at = hand_off_at

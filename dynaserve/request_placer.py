@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dynaserve.cached_prefixes import CachedPrefixes, prefix_of
+from dynaserve.cached_prefixes import CachedPrefixes, Prefix, prefix_of
 from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.execution_predictor import InstanceLimits
 from dynaserve.fleet_profile import FleetProfile
@@ -55,6 +55,13 @@ class RequestFacts:
     token_ids: Sequence[int] = ()
     cache_key: Hashable = None
     fits_stock: bool = False
+    _prefixes: dict[int, Prefix] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def prefix(self, block_size: int) -> Prefix:
+        """Hashed once, however often it is asked for, as while no instance takes requests."""
+        if block_size not in self._prefixes:
+            self._prefixes[block_size] = prefix_of(self.token_ids, block_size, self.cache_key)
+        return self._prefixes[block_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +188,7 @@ class RequestPlacer:
     def _cached(self, facts: RequestFacts) -> list[CachedPrefix]:
         if not self._caches:
             return []
-        prefix = prefix_of(facts.token_ids, self._block_size, facts.cache_key)
+        prefix = facts.prefix(self._block_size)
         known = {name: cache.tokens_of(prefix) for name, cache in self._caches.items()}
         return [CachedPrefix(name, tokens) for name, tokens in known.items() if tokens]
 

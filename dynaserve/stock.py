@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from dynaserve.errors import ConfigError
 from dynaserve.kv_transfer.transport import Name
-from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load
+from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, Load, Size
 from dynaserve.metrics_page import samples
 
 OBSTACLE = "it is a vLLM server without the plugin"
@@ -32,7 +32,15 @@ class _Model(msgspec.Struct):
     id: Name
     root: Name | None = None
     parent: Name | None = None
-    max_model_len: int | None = None
+    max_model_len: Size | None = None
+
+
+class _Cache(msgspec.Struct):
+    """Of `vllm:cache_config_info`, whose labels are texts: `str()` of each field (vllm/config/cache.py)."""
+
+    block_size: Size
+    num_gpu_blocks: Size
+    enable_prefix_caching: str
 
 
 class _Models(msgspec.Struct):
@@ -45,8 +53,8 @@ def describe(url: str, get: Callable[[str], httpx.Response]) -> InstanceDescript
         version = msgspec.json.decode(_content(get("/version")), type=_Version).version
         listed = msgspec.json.decode(_content(get("/v1/models")), type=_Models).data
         metrics = _content(get("/metrics")).decode()
-        cache = cache_config(metrics)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, KeyError) as error:
+        cache = msgspec.convert(cache_config(metrics), _Cache, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"instance {url} is neither a DynaServe instance nor a vLLM server: {error}") from error
     if any(line.startswith("vllm:spec_decode") for line in metrics.splitlines()):
         raise ConfigError(f"instance {url} is a vLLM server with speculative decoding: it refuses parameters that the others take")
@@ -61,12 +69,12 @@ def describe(url: str, get: Callable[[str], httpx.Response]) -> InstanceDescript
         served_model_names=[model.id for model in models],
         vllm_version=version,
         dtype="",
-        block_size=int(cache["block_size"]),
+        block_size=cache.block_size,
         max_model_len=models[0].max_model_len,
         max_num_seqs=0,
         max_num_batched_tokens=0,
-        num_blocks=int(cache["num_gpu_blocks"]),
-        prefix_caching=cache["enable_prefix_caching"] == "True",
+        num_blocks=cache.num_gpu_blocks,
+        prefix_caching=cache.enable_prefix_caching == "True",
         tensor_parallel_size=0,
         device="",
         parallelism="",

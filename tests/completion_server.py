@@ -67,6 +67,7 @@ class CompletionServer:
     authorizations: list[str | None] = field(default_factory=list)
     gathered: asyncio.Event = field(default_factory=asyncio.Event)
     slots: asyncio.Semaphore | None = None
+    metrics: str = METRICS
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -78,7 +79,7 @@ class CompletionServer:
         app.get("/v1/models")(self._list)
         app.get("/version")(lambda: {"version": "1.2.3"})
         app.get("/health", response_model=None)(lambda: Response(status_code=self.act.health))
-        app.get("/metrics", response_class=PlainTextResponse)(lambda: METRICS)
+        app.get("/metrics", response_class=PlainTextResponse)(lambda: self.metrics)
         app.post("/v1/completions", response_model=None)(self._complete)
         return app
 

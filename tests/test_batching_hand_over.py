@@ -15,7 +15,9 @@ from vllm.v1.request import RequestStatus
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.step_latency import BatchShape
+from dynaserve.step_report import BatchReport
 from tests.virtual_engine import BLOCK, Engine
+from vllm_plugin.batching import REPORT_KEY
 from vllm_plugin.heart import REST_S
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
@@ -384,3 +386,17 @@ def test_a_step_that_was_scheduled_before_the_answer_ended_does_not_count(tmp_pa
         engine.step()
     (carrier,) = engine.carriers
     assert [event["computed_tokens"] for event in carrier.kv_transfer_params[EXTRA_ARG]] == [PROMPT]
+
+
+def test_front_ends_hear_of_their_own_prompts_and_of_no_other(tmp_path: Path) -> None:
+    engine = instance(tmp_path)
+    engine.add("fleet's", 3000, 1, **{EXTRA_ARG: msgspec.to_builtins(Plan("whole"))})
+    engine.add("x" * 600, 3000, 1)  # of a client of this server, whose ids may have any length
+    engine.carriers.clear()
+    told: set[str] = set()
+    while len(engine.token_times_s.get("x" * 600, [])) < 1:
+        engine.step()
+        told_of_steps = [carrier.kv_transfer_params for carrier in engine.carriers if REPORT_KEY in carrier.kv_transfer_params]
+        reports = [msgspec.convert(params[REPORT_KEY], BatchReport) for params in told_of_steps]
+        told |= {prompt.request_id for report in reports for prompt in report.prompts}
+    assert told == {"fleet's"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import httpx
 import msgspec
 import pytest
 
+from dynaserve import direct_http
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance, check, check_distinct, check_reasoning_parser, choose_transport
 from dynaserve.fleet import describe as ask
@@ -105,3 +107,11 @@ def test_instances_of_two_machines_do_not(address: str) -> None:
         match=r"no common transport same-host that reaches from each machine to the others: http://a: same-host, torch; http://b: ",
     ):
         choose_transport(fleet, "same-host")
+
+
+def test_an_instance_that_says_it_has_no_plugin_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = httpx.Response(200, content=msgspec.json.encode(describe(stock=True)))
+    monkeypatch.setattr(direct_http, "get", lambda *_: answer)
+    for allowed in (False, True):
+        with pytest.raises(ConfigError, match="instance http://a says that it has no plugin"):
+            ask("http://a", allow_stock=allowed)

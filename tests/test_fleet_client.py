@@ -228,6 +228,56 @@ def test_a_request_too_large_for_a_gateway_is_refused_before_anything_is_sent(mo
     run(scenario)
 
 
+def test_what_alerts_watch_begins_at_0() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for name in fleet.gateways:
+            for counter in ("instance_deaths", "malformed_messages", "failed_messages"):
+                assert REGISTRY.get_sample_value(f"dynaserve_{counter}_total", {"url": name}) == 0.0
+
+    run(scenario, names=("http://never-seen", "http://nor-this"))
+    assert REGISTRY.get_sample_value("dynaserve_requests_refused_total", {"by": "ttft"}) is not None
+    assert REGISTRY.get_sample_value("dynaserve_requests_unavailable_total", {"status": "504"}) is not None
+
+
+def test_a_request_that_waits_for_an_instance_is_one_decision() -> None:
+    def decisions() -> float:
+        return REGISTRY.get_sample_value("dynaserve_placement_seconds_count") or 0.0
+
+    async def scenario(fleet: Fleet) -> None:
+        for name in NAMES:
+            await drains(fleet, name, True)
+        before = decisions()
+        starting = asyncio.create_task(fleet.start("r"))
+        await asyncio.sleep(0.5)
+        assert not starting.done()
+        assert decisions() == before
+        await drains(fleet, NAMES[0], False)
+        assert await starting == NAMES[0]
+        assert decisions() == before + 1
+
+    run(scenario)
+
+
+def test_a_message_that_vllm_s_decoder_fails_at_is_dropped_and_its_instance_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def decode(self, _: object) -> None:
+            raise AttributeError("module 'torch' has no attribute 'nothing'")
+
+    async def scenario(fleet: Fleet) -> None:
+        first = await fleet.start("r")
+        counted = frontend_metrics.MALFORMED.labels(first)
+        before = counted._value.get()
+        (began,) = fleet.runs(first, "r")
+        monkeypatch.setattr(fleet.client, "_decoder", Failing())
+        await fleet.sample(first, began.request_id, [7])
+        await until(lambda: counted._value.get() == before + 1)
+        monkeypatch.undo()
+        await fleet.sample(first, began.request_id, [8], FinishReason.LENGTH)
+        assert (await fleet.output()).new_token_ids == [8]
+
+    run(scenario)
+
+
 def test_a_request_without_any_instance_waits_and_is_then_unavailable() -> None:
     async def scenario(fleet: Fleet) -> None:
         told: list[tuple[str, int]] = []
@@ -606,6 +656,9 @@ def test_a_whole_request_is_handed_over_by_hand() -> None:
             with pytest.raises(BadRequest, match=f"{name} {why}"):
                 await fleet.client.cut_whole("r", 15, name)
         await drains(fleet, second, False)
+        most = fleet.client.instances[second].description.max_model_len
+        with pytest.raises(BadRequest, match=f"hand_off_at is {most}; instance {second} computes {most} tokens of a request at most"):
+            await fleet.client.cut_whole("r", most, second)
         assert await fleet.client.cut_whole("r", 15, first) == 0
         assert await fleet.client.cut_whole("r", 15, second) == 1
         (began,) = fleet.runs(first, "r")

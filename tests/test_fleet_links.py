@@ -439,6 +439,33 @@ def test_an_instance_that_is_another_one_now_stays_out(change: dict[str, Any]) -
     run(scenario)
 
 
+def test_an_instance_that_answers_what_nobody_understands_stays_out_until_it_answers_otherwise() -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        understood, asked = frontend.links.describe, []
+
+        def describe(url: str, timeout_s: float) -> InstanceDescription:
+            asked.append(url)
+            if len(asked) < 3:
+                raise KeyError("num_gpu_blocks")
+            return understood(url, timeout_s)
+
+        frontend.links.describe = describe
+        frontend.gateway.cut()
+        frontend.gateway = Gateway("second")
+        frontend.gateway.start(context)
+        await until(lambda: frontend.healths[-1][0] is Health.UP and len(asked) >= 3)
+
+        def fails(*_: object) -> InstanceDescription:
+            raise ZeroDivisionError
+
+        frontend.links.describe = fails
+        with pytest.raises(ConfigError, match=r"instance http://new answers what cannot be read: ZeroDivisionError"):
+            await frontend.links.ask("http://new", 1.0)
+
+    run(scenario)
+
+
 @pytest.mark.usefixtures("patient")
 def test_an_instance_joins_and_leaves_a_running_fleet() -> None:
     async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:

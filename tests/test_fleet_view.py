@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 
 import msgspec
 import pytest
 
 from dynaserve import fleet_view
-from dynaserve.fleet_view import MOST_CHUNKS, Snapshot
+from dynaserve.fleet import Instance
+from dynaserve.fleet_view import MOST_CHUNKS, Snapshot, StepView
 from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason
-from dynaserve.messages import Granted, Parked, Resumed
+from dynaserve.messages import Granted, MeasuredStep, Parked, Resumed
 from dynaserve.records import RecordBook, RequestRecord, TokenGaps
 from dynaserve.request_flow import InstanceDied, RequestFlow, Side, Tokens, new_flow
 from tests import looked_at
 from tests.looked_at import NOW_S, A, B
+from tests.test_fleet_links import description
 
 
 def test_a_snapshot_survives_json() -> None:
@@ -31,6 +34,19 @@ def test_an_instance_that_has_said_nothing_has_no_numbers() -> None:
         [41.5, 12.25],
     )
     assert (second.health, second.running_requests, second.kv_usage, second.recent_steps) == ("suspect", None, None, [])
+
+
+def test_reports_that_come_while_another_thread_looks_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = deque([MeasuredStep(1, 1.0, 1, 1, 5.0)] * 3, maxlen=10)
+
+    def meanwhile(step: MeasuredStep) -> fleet_view.StepView:
+        steps.append(step)
+        return StepView(step.prefill_tokens, step.decodes, step.decode_context_tokens, step.measured_ms)
+
+    monkeypatch.setattr(fleet_view, "_step", meanwhile)
+    instance = Instance(A, description("tcp://127.0.0.1:1", "epoch"), None, steps)
+    now = fleet_view.snapshot("f", [instance], lambda _: "up", [], running=0, waiting=0, now_s=NOW_S)
+    assert len(now.instances[0].recent_steps) == 3
 
 
 def test_slo_and_flows_are_summed_over_the_requests() -> None:

@@ -418,6 +418,26 @@ def test_each_front_end_hears_how_far_its_own_prompts_are_after_its_tokens() -> 
     run(scenario)
 
 
+def test_a_report_that_cannot_be_read_is_dropped_and_the_outputs_beside_it_are_not() -> None:
+    async def scenario(instance: Instance) -> None:
+        link = await instance.link("front-end", None)
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        await link.send(Run("r"), MsgpackEncoder().encode(request))
+        await until(lambda: len(instance.engine.added) == 1)
+        counted = DROPPED.labels("report")
+        before = counted._value.get()
+        report = BatchReport([], TokenCounts(), [PromptProgress("x" * 600, 1)], None)
+        carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
+        outputs = EngineCoreOutputs(outputs=[carrier, EngineCoreOutput("r", [7])])
+        await instance.gateway.take(outputs)
+        assert counted._value.get() == before + 1
+        assert outputs.outputs == []
+        assert len(await steps(link, 1)) == 1
+        link.close()
+
+    run(scenario)
+
+
 def test_an_engine_hears_when_its_own_clock_will_show_the_end_of_an_alpha() -> None:
     async def scenario(instance: Instance) -> None:
         link, another = await instance.link("front-end", None), await instance.link("another", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,12 +154,17 @@ def test_a_moved_hand_off_is_told_to_both_and_happens_where_alpha_stopped() -> N
     assert flow.move(112) == []
 
 
-def test_a_beta_goes_on_from_where_its_hand_off_was_moved_to_when_alpha_dies() -> None:
+@pytest.mark.parametrize(("moves", "begins_at"), [((90,), 20), ((10,), 10), ((90, 30), 20), ((10, 90), 10)])
+def test_a_beta_begins_where_an_alpha_that_died_may_have_stopped_whether_it_heard_of_moves_or_not(
+    moves: tuple[int, ...], begins_at: int
+) -> None:
     flow = running(cut_flow(split=20))
     tell(flow, BETA, Granted("r", 0))
-    flow.move(90)
-    assert flow.record.split_token == 90
-    assert flow.handle(ALPHA, InstanceDied("a", "gone", may_write=False), now_ms=2.0) == [SendContinue("b", 90, [])]
+    for hand_off_at in moves:
+        flow.move(hand_off_at)
+    assert flow.record.split_token == moves[-1]
+    assert flow.handle(ALPHA, InstanceDied("a", "gone", may_write=False), now_ms=2.0) == [SendContinue("b", begins_at, [])]
+    assert flow.record.split_token == begins_at
 
 
 def test_second_thoughts_move_or_lift_a_hand_off_and_are_on_record() -> None:

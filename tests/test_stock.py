@@ -53,6 +53,16 @@ def test_a_server_without_the_plugin_is_asked_only_where_that_is_allowed(server:
     assert (told.max_model_len, told.block_size, told.num_blocks, told.prefix_caching) == (64, 16, 100, True)
 
 
+@pytest.mark.parametrize(
+    ("label", "instead"),
+    [('block_size="16",', ""), ('num_gpu_blocks="100"', 'num_gpu_blocks="None"'), ('num_gpu_blocks="100"', 'num_gpu_blocks="0"')],
+)
+def test_a_server_of_which_the_cache_is_not_known_is_refused_in_a_sentence(server: CompletionServer, label: str, instead: str) -> None:
+    server.metrics = METRICS.replace(label, instead)
+    with pytest.raises(ConfigError, match="is neither a DynaServe instance nor a vLLM server: "):
+        fleet.describe(server.url, allow_stock=True)
+
+
 def test_what_it_does_not_tell_is_as_beside_it(server: CompletionServer) -> None:
     told = Instance(server.url, fleet.describe(server.url, allow_stock=True))
     assert fleet.completed(told, FIRST).description.dtype == FIRST.description.dtype

@@ -326,12 +326,14 @@ class SloScheduler(ResumingFirst):
         return outputs
 
     def _begun_prompts(self) -> list[PromptProgress]:
-        """Also those that are computed again after a preemption, and those whose first token is under way."""
+        """Of those that are followed; also those that are computed again after a preemption, and those whose first token is under way."""
         parked = self.parked_requests()
         return [
             PromptProgress(request.request_id, request.num_computed_tokens - self.accounts.tokens_under_way(request.request_id))
             for request in self.running
-            if (request.is_prefill_chunk or not request.num_output_tokens) and request.request_id not in parked
+            if (request.is_prefill_chunk or not request.num_output_tokens)
+            and request.request_id not in parked
+            and self.is_followed(request)
         ]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

@@ -87,8 +87,10 @@ class Failover:
             self._stopping.discard(name)
             if (loading := self._loading.pop(name, None)) is not None:
                 loading.cancel()
-        elif change.reason == JOINED and self._adapters.loaded and not self.instances[name].description.stock:
-            self._loading[name] = self._links.spawn(self._load_adapters(name))
+        elif change.reason == JOINED:
+            frontend_metrics.know(name)
+            if self._adapters.loaded and not self.instances[name].description.stock:
+                self._loading[name] = self._links.spawn(self._load_adapters(name))
         await self._take_new_requests()
         match change.health:
             case Health.UP:

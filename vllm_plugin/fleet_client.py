@@ -264,9 +264,10 @@ class FleetClient(Failover):
     async def _place(self, facts: RequestFacts, arrived_s: float) -> Decision:
         """Waits for an instance while none takes new requests, for a while."""
         while True:
-            with frontend_metrics.PLACING.time():
-                decision = self._placer.place(facts, 1e3 * time.monotonic())
+            began_s = time.monotonic()
+            decision = self._placer.place(facts, 1e3 * began_s)
             if decision is not None:
+                frontend_metrics.PLACING.observe(time.monotonic() - began_s)
                 return decision
             if self._leaving:
                 raise self._unavailable(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -327,6 +328,8 @@ class FleetClient(Failover):
             raise BadRequest(f"requests cannot be handed over to instance {beta}: {obstacle}")
         if (health := self.health(beta)) != Health.UP.value:
             raise BadRequest(f"instance {beta} is {health}, and takes no requests")
+        if hand_off_at >= (most := self.instances[beta].description.max_model_len):
+            raise BadRequest(f"hand_off_at is {hand_off_at}; instance {beta} computes {most} tokens of a request at most")
         lives = self._lives_of(request_id)
         asked = 0
         for live in lives:
@@ -395,7 +398,7 @@ class FleetClient(Failover):
         try:
             message = self._header_decoder.decode(frames[0])
             outputs = self._decoder.decode(frames[1:]) if len(frames) > 1 else None
-        except (ValueError, msgspec.MsgspecError, RecursionError, IndexError, NotImplementedError) as error:
+        except Exception as error:  # noqa: BLE001 - vLLM's decoder raises anything for what is no message of it
             frontend_metrics.MALFORMED.labels(instance).inc()
             logger.warning("dropped a malformed message from %s: %s", instance, error)
             return

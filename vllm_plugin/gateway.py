@@ -441,11 +441,17 @@ class Gateway:
 
     @staticmethod
     def _without_step_reports(outputs: EngineCoreOutputs) -> list[BatchReport]:
-        """Takes out what the local scheduler tells about its steps."""
-        carriers = [output for output in outputs.outputs if output.request_id == REPORT_CARRIER]
-        for carrier in carriers:
+        """Takes out what the local scheduler tells about its steps. One that cannot be read is dropped: here an error would end vLLM's task
+        that hands outputs on, and the server with it."""
+        reports = []
+        for carrier in [output for output in outputs.outputs if output.request_id == REPORT_CARRIER]:
             outputs.outputs.remove(carrier)
-        return [msgspec.convert((carrier.kv_transfer_params or {})[REPORT_KEY], BatchReport) for carrier in carriers]
+            try:
+                reports.append(msgspec.convert((carrier.kv_transfer_params or {})[REPORT_KEY], BatchReport))
+            except msgspec.ValidationError:
+                DROPPED.labels("report").inc()
+                logger.exception("dropped a report of steps")
+        return reports
 
     async def _tell_steps(self, report: BatchReport) -> None:
         """Each front-end gets the measurements, once, and how far its prompts are: after its tokens, as those end prompts."""

@@ -83,6 +83,10 @@ class ResumingFirst(Scheduler):
         """Ids of running requests that have nothing to compute."""
         return ()
 
+    def is_followed(self, request: Request) -> bool:
+        """Whether somebody hears how far its prompt is."""
+        return True
+
     def becomes_decode(self, request: Request) -> bool:
         """Whether it samples here, once its prompt is computed."""
         return True

@@ -235,6 +235,10 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         """Alphas at their hand-off point."""
         return self.micro.parked.keys()
 
+    def is_followed(self, request: Request) -> bool:
+        """Front-ends hear of their own requests; the others, of clients of this server, have ids of any length."""
+        return request.request_id in self.micro.by_id
+
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         if (connector_output := model_runner_output.kv_connector_output) is not None:
             self.connector.take_reports(connector_output)

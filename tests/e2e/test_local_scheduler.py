@@ -86,6 +86,13 @@ def test_every_token_and_every_step_is_in_the_metrics_and_in_the_log(instance: L
     assert 0 < counted["dynaserve_step_predicted_seconds_count"] < steps
 
 
+def test_a_client_of_the_instance_may_name_its_request_at_any_length(instance: LocalFleet) -> None:
+    body = {"model": str(instance.model), "prompt": prompt_of(900, 3), "max_tokens": 3, "ignore_eos": True}  # of several steps
+    named = httpx.post(f"{instance.urls[0]}/v1/completions", json=body, headers={"X-Request-Id": "x" * 600}, timeout=120)
+    assert named.raise_for_status().json()["usage"]["completion_tokens"] == 3
+    assert complete(instance, 7)
+
+
 def test_a_front_end_without_a_profile_places_by_what_the_instance_has_measured(instance: LocalFleet) -> None:
     instance.frontend_args = ("--policy", "dynamic")
     instance.start_frontend()
