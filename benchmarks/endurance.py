@@ -41,6 +41,8 @@ MIB = 2**20
 ONEDNN_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
 """oneDNN keeps what it compiled for each shape of a batch, up to 1024 of them: a worker, stock vLLM's too, grows by some 200 MiB in half an
 hour before it is full, and a leak could hide behind that."""
+LEAST_SAMPLES = 2
+"""Of a process that is to have a slope."""
 
 
 @dataclass
@@ -64,6 +66,9 @@ def report(samples: Mapping[str, Sequence[tuple[float, Held]]]) -> None:
     print("| process | memory, MiB: first, last | slope, MiB an hour | open files | sockets | threads |")
     print("|---|---|---|---|---|---|")
     for name, series in samples.items():
+        if len(series) < LEAST_SAMPLES:
+            print(f"| {name} | gone after {len(series)} samples | | | | |")
+            continue
         times_h = np.array([at_s for at_s, _ in series]) / 3600
         memory = np.array([what.memory_bytes for _, what in series]) / MIB
         slope = float(np.polyfit(times_h - times_h[0], memory, 1)[0])
@@ -121,11 +126,11 @@ def run(args: argparse.Namespace) -> tuple[Mapping[str, Sequence[tuple[float, He
         LocalFleet(smollm2(), dtype=fast_dtype(), env=ONEDNN_CACHE, log_dir=Path(logs)) as fleet,
         ThreadPoolExecutor(1) as watcher,
     ):
-        serve(fleet.frontend_url, args.rate, args.warm_up_s, args)
+        failures = serve(fleet.frontend_url, args.rate, args.warm_up_s, args)
         watch = Watch(fleet, args.every_s)
         watching = watcher.submit(watch.run)
         try:
-            failures = serve(fleet.frontend_url, args.rate, 60 * args.minutes, args)
+            failures += serve(fleet.frontend_url, args.rate, 60 * args.minutes, args)
         finally:
             watch.over.set()
         watching.result()

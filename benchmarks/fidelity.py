@@ -3,8 +3,9 @@
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. First all requests of a run are sent at
 once: half of the rate at which they are answered is that of all runs, unless --rate is given. Another run teaches the instances their
 profile. The simulator then gets the profile that the first one had learnt by its end, the errors of both instances' predictions
-meanwhile, how long hand-overs took beside steps, and the very same requests at the same times. It has no front-end and no client, which
-share the cores of the real one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
+meanwhile, how long hand-overs took beside steps, and the very same requests at the same times; a rate of either search is judged by one
+run of them. It has no front-end and no client, which share the cores of the real one. Hand-overs are timed under disaggregation, where
+beta's own first step is one of decodes.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
 seen, and from `max_tokens`, which is the exact length, too.
 """
@@ -26,11 +27,11 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
-import httpx
-
 from benchmarks import provenance
+from benchmarks.compare.candidates import whole_fleet
 from benchmarks.endings import ending
 from benchmarks.parsers import MAX_CLIENT_LAG_MS, parser_of, words
+from dynaserve import direct_http
 from dynaserve.bench import options, replay, simulate, simulate_options, trial
 from dynaserve.bench.capacity import drawn_options
 from dynaserve.bench.exit_status import NOT_TRUSTED, NOTHING_TO_REPORT
@@ -142,17 +143,18 @@ def run(load: Load, folder: Path) -> None:
         for policy in POLICIES:
             slo = ("--fleet-tbt-slo-ms", f"{load.tbt_slo_ms:g}")
             fleet.place_by(("--policy", policy, "--latency-profile", str(profile.absolute()), *slo))
-            began_s = time.monotonic()
+            check, began_s = whole_fleet(fleet), time.monotonic()
             real = _replay(load, fleet.frontend_url, folder / f"{policy}.json")
             if policy == DISAGGREGATED:
                 hand_off_ms = hand_off_ms_of(last_records(fleet.frontend_url), real.tbt_p50_ms)
             if load.searches:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
+            check()
             timing = Timing(sigma_of(logs, began_s), hand_off_ms)
             simulated = _simulate(load, policy, profile, timing)
             table.append((policy, real, simulated))
             _print(policy, real, simulated, timing)
-    _write(folder / TABLE, table)
+            _write(folder / TABLE, table)
 
 
 def _at_a_rate(load: Load, url: str) -> Load:
@@ -181,14 +183,26 @@ def _fleet(load: Load, folder: Path) -> LocalFleet:
 
 
 def _replay(load: Load, url: str, output: Path) -> Figures:
+    """Raises DynaServeError."""
     command = ["replay", "--url", url, *load.shared(), *LAG_LIMIT, "--output", str(output)]
-    summary = _bench(command, output, trial.ATTEMPTS)["summary"]
+    return figures_of(_bench(command, output, trial.ATTEMPTS)["summary"])
+
+
+def figures_of(summary: Mapping[str, Any]) -> Figures:
+    """Raises DynaServeError where requests failed, as those that are left are other ones than the simulator has, or no token followed
+    another."""
+    if summary["failures"]:
+        raise DynaServeError(f"of {summary['requests']} requests some failed: {summary['failures']}")
     tbt, ttft = summary["tbt_ms"], summary["ttft_ms"]
+    if tbt is None:
+        raise DynaServeError(f"none of {summary['requests']} answers had a second token: there is no TBT")
     return Figures(summary["goodput_tokens_per_s"], tbt["p50"], tbt["p99"], ttft["p50"])
 
 
 def _with_capacity(real: Figures, load: Load, url: str, output: Path) -> Figures:
-    command = ["capacity", "--url", url, *load.shared(), "--repetitions", "1", *LAG_LIMIT, "--output", str(output)]
+    # One run decides about a rate, as in the simulator: a second one, where the first leaves it open, would be of requests that it has not.
+    search = ("--repetitions", "1", "--most-runs", "1")
+    command = ["capacity", "--url", url, *load.shared(), *search, *LAG_LIMIT, "--output", str(output)]
     return replace(real, capacity_per_s=_bench(command, output)["capacity_per_s"] or 0.0)
 
 
@@ -217,9 +231,9 @@ def sigma_of(logs: Sequence[Path], began_s: float) -> float:
 
 def last_records(url: str) -> list[dict[str, Any]]:
     """Of the last sequences that the front-end remembers."""
-    with httpx.Client(base_url=url, timeout=30) as client:
-        ids = {request["request_id"] for request in client.get("/dynaserve/snapshot").raise_for_status().json()["requests"]}
-        answers = [client.get(f"/dynaserve/requests/{each}").raise_for_status().json() for each in sorted(ids)]
+    with direct_http.client(timeout_s=30) as client:
+        ids = {request["request_id"] for request in client.get(f"{url}/dynaserve/snapshot").raise_for_status().json()["requests"]}
+        answers = [client.get(f"{url}/dynaserve/requests/{each}").raise_for_status().json() for each in sorted(ids)]
     return [record for answer in answers for record in answer["sequences"]]
 
 

@@ -21,6 +21,7 @@ from benchmarks.endings import ending
 from benchmarks.goals import OURS, line
 from benchmarks.parsers import parser_of, words
 from benchmarks.runs import Trace, replay
+from dynaserve import direct_http
 from dynaserve.bench.options import positive, whole
 from dynaserve.errors import ConfigError, DynaServeError
 from dynaserve.files import check_replaceable
@@ -80,7 +81,7 @@ def _wait_healthy(child: Child, url: str) -> None:
     until_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until_s and child.exit_status is None:
         with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
+            if direct_http.get(f"{url}/health", timeout_s=5).is_success:
                 return
         time.sleep(1)
     raise NotHealthy(f"{child.name} did not start; {child.log} ends with:\n{child.last_lines()}")

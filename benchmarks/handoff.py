@@ -25,9 +25,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import httpx
-
 from benchmarks.parsers import parser_of, words
+from dynaserve import direct_http
 from dynaserve.bench.options import whole
 from dynaserve.errors import DynaServeError
 from dynaserve.local.fleet import LocalFleet
@@ -90,7 +89,8 @@ def _ask_once(fleet: LocalFleet, prompt: list[int], outputs: int, *, chunked: bo
     }
     times_s: list[float] = []
     request_id = ""
-    with httpx.stream("POST", f"{fleet.frontend_url}/v1/completions", json=body, timeout=300) as response:
+    url = f"{fleet.frontend_url}/v1/completions"
+    with direct_http.client(timeout_s=300) as http, http.stream("POST", url, json=body) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -104,7 +104,8 @@ def record_of(fleet: LocalFleet, request_id: str) -> dict[str, Any]:
     """Once both instances have said that they are done, where it was handed over."""
     deadline_s = time.monotonic() + RECORD_TIMEOUT_S
     while True:
-        (record,) = httpx.get(f"{fleet.frontend_url}/dynaserve/requests/{request_id}").raise_for_status().json()["sequences"]
+        answer = direct_http.get(f"{fleet.frontend_url}/dynaserve/requests/{request_id}", timeout_s=5).raise_for_status()
+        (record,) = answer.json()["sequences"]
         if not was_handed_over(record) or all(record[side]["computed_tokens"] is not None for side in ("alpha", "beta")):
             return dict(record)
         if time.monotonic() > deadline_s:
@@ -137,7 +138,7 @@ def busy(fleet: LocalFleet, streams: int) -> Iterator[None]:
         rng = random.Random(seed)
         while not over.is_set():
             body = {"model": str(fleet.model), "prompt": _prompt(rng, 200), "max_tokens": 400, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
+            with direct_http.client(timeout_s=300) as http, http.stream("POST", f"{url}/v1/completions", json=body) as response:
                 response.raise_for_status()
                 for _ in response.iter_lines():
                     if over.is_set():
@@ -189,7 +190,7 @@ def first_tokens_ms(fleet: LocalFleet, rest_s: float) -> tuple[float, float]:
 def _first_token_ms(fleet: LocalFleet) -> float:
     body = {"model": str(fleet.model), "prompt": [1000], "max_tokens": 1, "ignore_eos": True, "temperature": 0}
     began_s = time.monotonic()
-    httpx.post(f"{fleet.urls[-1]}/v1/completions", json=body, timeout=300).raise_for_status()
+    direct_http.post(f"{fleet.urls[-1]}/v1/completions", body, timeout_s=300).raise_for_status()
     return 1e3 * (time.monotonic() - began_s)
 
 

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
-
 from benchmarks.parsers import parser_of
+from dynaserve import direct_http
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.processes import cpu_s
 from dynaserve.bench.report import machine
@@ -65,7 +64,7 @@ def idle_cores(fleet: LocalFleet, duration_s: float) -> list[float]:
 
 
 def held(fleet: LocalFleet) -> list[dict[str, int]]:
-    return [httpx.get(f"{url}/dynaserve/instance/state", timeout=60).raise_for_status().json() for url in fleet.urls]
+    return [direct_http.get(f"{url}/dynaserve/instance/state", timeout_s=60).raise_for_status().json() for url in fleet.urls]
 
 
 def wait_until_all_wait(fleet: LocalFleet, requests: int) -> None:
@@ -88,7 +87,7 @@ def ask(fleet: LocalFleet, number: int) -> int:
         "ignore_eos": True,
         "vllm_xargs": {"dynaserve_split": SPLIT},
     }
-    answer = httpx.post(f"{fleet.frontend_url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+    answer = direct_http.post(f"{fleet.frontend_url}/v1/completions", body, timeout_s=600).raise_for_status().json()
     return int(answer["usage"]["completion_tokens"])
 
 

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from benchmarks.parsers import parser_of
+from dynaserve import direct_http
 from dynaserve.bench import options, trial
 from dynaserve.bench.measures import Summary
 from dynaserve.bench.options import positive, whole
@@ -80,7 +79,7 @@ def tokens_while_they_came(records: Sequence[RequestRecord], duration_s: float) 
 
 def token_counts(urls: Sequence[str]) -> tuple[float, float]:
     """What the instances count of the gaps between their tokens: all, and those within the SLO."""
-    pages = [httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text for url in urls]
+    pages = [direct_http.get(f"{url}/metrics", timeout_s=60).raise_for_status().text for url in urls]
     counted, in_time = (sum(total(page, name) for page in pages) for name in (TBT_TOKENS, TBT_TOKENS_IN_SLO))
     return counted, in_time
 

@@ -25,12 +25,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import httpx
-
 from benchmarks.endings import ending
 from benchmarks.fidelity import MOST_RUNNING, MOST_STEP_TOKENS, kv_tokens, sigma_of
 from benchmarks.hindsight import Shape, Times, by_chance, with_all_known
 from benchmarks.parsers import parser_of
+from dynaserve import direct_http
 from dynaserve.bench.growth import growth
 from dynaserve.bench.options import positive, whole
 from dynaserve.bench.report import machine
@@ -95,7 +94,7 @@ def ask(fleet: LocalFleet, prompt: list[int], outputs: int) -> str:
         "temperature": 0,
         "vllm_xargs": {"dynaserve_expected_tokens": outputs},
     }
-    answer = httpx.post(f"{fleet.frontend_url}/v1/completions", json=body, timeout=600).raise_for_status().json()
+    answer = direct_http.post(f"{fleet.frontend_url}/v1/completions", body, timeout_s=600).raise_for_status().json()
     return str(answer["id"])
 
 
@@ -295,7 +294,7 @@ def fleet_of(profile: Path, logs: Path, *frontend_args: str) -> LocalFleet:
 
 
 def _record(fleet: LocalFleet, request_id: str) -> dict[str, Any]:
-    answer = httpx.get(f"{fleet.frontend_url}/dynaserve/requests/{request_id}", timeout=30).raise_for_status().json()
+    answer = direct_http.get(f"{fleet.frontend_url}/dynaserve/requests/{request_id}", timeout_s=30).raise_for_status().json()
     (record,) = answer["sequences"]
     return dict(record)
 

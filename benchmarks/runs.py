@@ -76,13 +76,15 @@ def replay(trace: Trace, url: str, rate_per_s: float, output: Path) -> Run:
 
 
 def read(output: Path) -> Run:
-    """Raises RunFailed for fewer requests than a trend needs."""
+    """Raises RunFailed for fewer requests than a trend needs, and where no token followed another."""
     raw: dict[str, Any] = json.loads(output.read_bytes())
     summary = raw["summary"]
     answered = [request for request in raw["requests"] if request["ttft_ms"] is not None]
     trend = growth([([request["sent_s"] for request in answered], [request["ttft_ms"] for request in answered])])
     if trend is None:
         raise RunFailed(f"{output}: {len(answered)} requests were answered: too few to say whether their TTFT grows")
+    if summary["tbt_ms"] is None:
+        raise RunFailed(f"{output}: none of {summary['requests']} answers had a second token: there is no TBT")
     return Run(
         rate_per_s=summary["offered_rate_per_s"],
         requests=summary["requests"],

@@ -3,10 +3,21 @@ outside and may not reach them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 
-def get(url: str, timeout_s: float) -> httpx.Response:
+def client(timeout_s: float) -> httpx.Client:
     # A transport of our own takes no proxies. With `trust_env=False` SSL_CERT_FILE would mean nothing, either.
-    with httpx.Client(transport=httpx.HTTPTransport(), timeout=timeout_s) as http:
+    return httpx.Client(transport=httpx.HTTPTransport(), timeout=timeout_s)
+
+
+def get(url: str, timeout_s: float) -> httpx.Response:
+    with client(timeout_s) as http:
         return http.get(url)
+
+
+def post(url: str, json: Any, timeout_s: float) -> httpx.Response:
+    with client(timeout_s) as http:
+        return http.post(url, json=json)

@@ -383,6 +383,7 @@ def test_a_search_begins_where_the_last_one_ended() -> None:
         ((), "--duration-s or --requests is needed"),
         (("--requests", "1", "--arrivals", "trace"), "--arrivals trace: requests are drawn"),
         (("--requests", "1", "--least-rate", "11"), "--rate 10 is not between --least-rate 11"),
+        (("--requests", "1", "--resolution", "1e-17"), "--resolution 1e-17 is finer than 0.0001"),
         (("--requests", "1", "--repetitions", "0"), "'0' is not a whole number of at least 1"),
         (("--requests", "1", "--scale", "1e308"), "tokens, which times 1e+308 is more than 1099511627776"),
     ],

@@ -33,6 +33,16 @@ _NAMED = '[[system]]\nname = "a"\nurl = "http://x"\n'
 _COUNTED = [("yes", "ratio", "3.0"), ("yes", "split", "4.0"), ("no", "policy", "5.0")]
 
 
+def _server_code(port: int, status: int) -> str:
+    """Of a program that answers every GET with that status."""
+    return (
+        "import http.server as h\n"
+        "class H(h.BaseHTTPRequestHandler):\n"
+        f"    def do_GET(self): self.send_response({status}); self.end_headers()\n"
+        f"h.HTTPServer(('127.0.0.1', {port}), H).serve_forever()"
+    )
+
+
 def test_a_ratio_is_the_geometric_mean_with_students_interval() -> None:
     ratio = paired_ratio([2.0, 4.0, 8.0], [1.0, 1.0, 1.0])
     assert ratio is not None
@@ -64,16 +74,11 @@ def test_cuts_are_counted_over_all_reasons() -> None:
 
 def test_a_system_is_started_for_its_turn_and_ended_after_it() -> None:
     (port,) = free_ports(1)
-    code = (
-        "import http.server as h\n"
-        "class H(h.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self): self.send_response(200); self.end_headers()\n"
-        f"h.HTTPServer(('127.0.0.1', {port}), H).serve_forever()"
-    )
     urls = (f"http://127.0.0.1:{port}",)
-    system = System("toy", urls, [[sys.executable, "-c", code]])
+    system = System("toy", urls, [[sys.executable, "-c", _server_code(port, 200)]])
     with systems.running(system) as running:
-        assert running == Running(urls)
+        assert running.urls == urls
+        running.check()
         assert systems.cut_counts(urls) is None
         with pytest.raises(ConfigError, match=r"something answers at .* before it is started"), systems.running(system):
             pass
@@ -83,6 +88,26 @@ def test_a_system_is_started_for_its_turn_and_ended_after_it() -> None:
         pytest.raises(ConfigError, match="a command ended with status 3"),
         systems.running(System("bad", urls, [["sh", "-c", "exit 3"]])),
     ):
+        pass
+
+
+def test_a_system_of_which_a_command_ends_during_its_turn_is_not_measured_on(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    ends = f"while ! test -e {tmp_path}/end; do sleep 0.05; done; echo out of memory; exit 3"
+    system = System("half", (f"http://127.0.0.1:{port}",), [[sys.executable, "-c", _server_code(port, 200)], ["sh", "-c", ends]])
+    with systems.running(system) as running:
+        running.check()
+        (tmp_path / "end").touch()
+        time.sleep(2.0)  # It looks twenty times a second.
+        with pytest.raises(ConfigError, match="system half: a command ended with status 3: out of memory"):
+            running.check()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_system_that_asks_for_a_key_has_started(status: int) -> None:
+    (port,) = free_ports(1)
+    urls = (f"http://127.0.0.1:{port}",)
+    with systems.running(System("locked", urls, [[sys.executable, "-c", _server_code(port, status)]], 20.0)):
         pass
 
 
@@ -145,7 +170,7 @@ def test_the_faster_of_two_servers_is_told_by_a_report(tmp_path: Path, capsys: p
     pytest.importorskip("matplotlib")
     with running_server() as slow, running_server() as fast:
         slow.act, fast.act = Act(slots=1, delay_s=0.02), Act(slots=4, delay_s=0.02)  # At most 10 and 40 requests per second.
-        chosen = ("--system", f"slow={slow.url}", "--system", f"fast={fast.url}", "--most-rate", "48")
+        chosen = ("--system", f"slow={slow.url}", "--system", f"fast={fast.url}", "--most-rate", "100")
         with pytest.raises(SystemExit) as end:
             compare.main(arguments(tmp_path, *chosen))
     output = capsys.readouterr()
@@ -322,9 +347,11 @@ def test_a_last_run_that_fails_leaves_the_report_of_all_searches(tmp_path: Path)
         compare.run(chosen, {"command": "a command", "machine": {}, "seed": 1})
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["complete"]
-    assert results["systems"]["b"]["capacity_per_s"] == 16.0
+    of_b = results["systems"]["b"]
+    assert (of_b["capacity_per_s"], of_b["capacity_is_least"], of_b["ratio"]) == (16.0, True, None), "even the highest rate tried passed"
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 4
+    assert page.count("<td>≥ 16</td>") == 2
     assert "TBT and timeline: of each system its sustained run at the highest rate" in page
 
 
@@ -349,7 +376,9 @@ def test_a_run_without_gaps_has_a_course() -> None:
 def turn(rate_per_s: float, *, keeps_course: bool = True, seed: int = 1) -> Turn:
     """Of one run, which was sustained."""
     run = Trial(rate_per_s, seed, "model", summarize([RECORD], [], SLO), None)
-    return Turn(Repetition(seed, rate_per_s, None, [run]), None, Course.of(rate_per_s, [RECORD], SLO) if keeps_course else None)
+    return Turn(
+        Repetition(seed, rate_per_s, 1.05 * rate_per_s, [run]), None, Course.of(rate_per_s, [RECORD], SLO) if keeps_course else None
+    )
 
 
 def test_the_pictures_of_runs_show_the_highest_rate_that_is_kept_and_name_it() -> None:

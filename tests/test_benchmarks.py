@@ -15,11 +15,12 @@ from typing import NoReturn
 import httpx
 import pytest
 
-from benchmarks import batching, fidelity, handoff, overload, placement, prediction
+from benchmarks import batching, endurance, fidelity, handoff, overload, placement, prediction
 from benchmarks.fidelity import Figures, hand_off_ms_of, rows
 from benchmarks.goals import OURS, STOCK, best_chunk, median_of, misses, print_compared
 from benchmarks.load_search import best_rate, next_rate
-from benchmarks.runs import Run
+from benchmarks.processes import Held
+from benchmarks.runs import Run, RunFailed, Trace, replay
 from benchmarks.servers import Servers
 from dynaserve.bench import trial
 from dynaserve.errors import DynaServeError, NotTrusted
@@ -175,6 +176,32 @@ def test_a_replay_of_a_late_client_is_tried_again(tmp_path: Path, capsys: pytest
         assert capsys.readouterr().err.count("tried again: ") == 1
         assert fidelity._bench([*chosen, "--max-client-lag-ms", "60000"], raw, attempts=2)["not_trusted_because"] is None
         assert len(server.prompts) == 3 * 2
+
+
+def summary_of(**changed: object) -> dict[str, object]:
+    good = {"requests": 2, "failures": {}, "goodput_tokens_per_s": 9.0, "tbt_ms": {"p50": 1.0, "p99": 2.0}, "ttft_ms": {"p50": 3.0}}
+    return good | changed
+
+
+def test_a_run_on_real_instances_counts_only_whole() -> None:
+    assert fidelity.figures_of(summary_of()) == Figures(9.0, 1.0, 2.0, 3.0)
+    with pytest.raises(DynaServeError, match=r"of 2 requests some failed: \{'status 500': 1\}"):
+        fidelity.figures_of(summary_of(failures={"status 500": 1}))
+    with pytest.raises(DynaServeError, match="none of 2 answers had a second token"):
+        fidelity.figures_of(summary_of(tbt_ms=None))
+
+
+def test_a_run_without_gaps_is_no_run_of_a_benchmark(tmp_path: Path) -> None:
+    trace = Trace(("--workload", "fixed:8,1", "--requests", "12"), 1, None, 100.0)
+    with running_server() as server, pytest.raises(RunFailed, match="none of 12 answers had a second token"):
+        replay(trace, server.url, 50.0, tmp_path / "raw.json")
+
+
+def test_a_process_that_was_seen_once_has_no_slope(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = [(0.0, Held(2**20, 1, 1, 1)), (3600.0, Held(3 * 2**20, 1, 1, 1))]
+    endurance.report({"engine": seen, "helper": seen[:1]})
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows == ["| engine | 1.0, 3.0 | +2.0 | 1, 1 | 1, 1 | 1, 1 |", "| helper | gone after 1 samples | | | | |"]
 
 
 QUOTE = "'"

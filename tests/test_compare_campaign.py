@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pairs
+from benchmarks import pairs, provenance
 from benchmarks.checkout import commit
 from benchmarks.compare import __main__ as command
-from benchmarks.compare import candidates
+from benchmarks.compare import candidates, lesson
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.candidates import CANDIDATES, Site
 from dynaserve.bench import trial
+from dynaserve.bench.report import machine
 from dynaserve.bench.systems import Running, System
+from dynaserve.errors import ConfigError
 from dynaserve.files import only_writer
 from dynaserve.local.fleet import FleetFailed, LocalFleet, health_in
 from tests.completion_server import Act, running_server
@@ -162,6 +164,28 @@ def test_latencies_are_learnt_once_before_all_turns(tmp_path: Path, campaign: Ca
     assert capsys.readouterr().err.count("learning the latency of steps: fixed:20,5") == 1
 
 
+def test_latencies_are_of_the_workloads_and_the_machine_of_a_campaign(tmp_path: Path, campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign = replace(campaign, systems=("slo-colocated", "dynamic"), output=tmp_path / "out")
+    site = ToySite(tmp_path / "model", campaign.output / f"profile-{campaign.layers}-layers.json")
+    campaign.learn(site)
+    campaign.check(machine())
+    told = lesson.of(site.profile)
+    assert told is not None
+    assert (told["workloads"], told["machine"]) == (["fixed:20,5"], machine())
+    for other, reason in (
+        (replace(campaign, workloads=("fixed:20,5", "fixed:900,1")), "was learnt without fixed:900,1"),
+        (replace(campaign, scale=0.25), r"was learnt otherwise, scale: 0\.5 there, 0\.25 here"),
+    ):
+        with pytest.raises(ConfigError, match=f"profile-.*json {reason}: take another --output, or delete it"):
+            other.check(machine())
+    with pytest.raises(ConfigError, match=r"was learnt otherwise, machine: .*'cpu': 'another'"):
+        campaign.check({**machine(), "cpu": "another"})
+    provenance.beside(site.profile).unlink()
+    with pytest.raises(ConfigError, match=r"has no profile-.*\.provenance\.json that says what it was learnt from"):
+        campaign.check(machine())
+
+
 def test_nothing_is_measured_by_latencies_that_could_not_be_learnt(tmp_path: Path, campaign: Campaign) -> None:
     site = ToySite(tmp_path / "model", tmp_path / "profile.json", keeps=False)
     with pytest.raises(FleetFailed, match="an instance was taught, and has not left"):
@@ -186,7 +210,7 @@ def test_a_fleet_is_whole_only_where_no_instance_is_or_was_dead_meanwhile(tmp_pa
     def page(deaths: int, dead: int) -> str:
         return HEALTH.replace("DEATHS", str(deaths)).replace("DEAD", str(dead))
 
-    check = candidates._whole_fleet(fleet)
+    check = candidates.whole_fleet(fleet)
     check()
     with pytest.raises(FleetFailed, match="declared dead 1 times during a run, and 0 are so now"):
         check()

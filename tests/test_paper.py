@@ -320,6 +320,25 @@ def bench(grid: Path, traces: Path) -> Bench:
     return Bench(grid, traces, requests=60, repetitions=1)
 
 
+def test_the_figures_of_table_1_stand_beside_those_that_the_paper_calls_the_same(bench: Bench) -> None:
+    here = {row.what: row.here for row in tables.table1(bench)}
+    for shape, system in tables.TABLE_1:
+        found = bench.summary(shape, tables.OVERLOAD_PER_S, *tables.SYSTEMS[system])
+        assert found.mfu is not None
+        told = {
+            "MFU % G1": 100 * found.mfu[0],
+            "MFU % G2": 100 * found.mfu[1],
+            "KV % G1": 100 * found.kv_share[0],
+            "KV % G2": 100 * found.kv_share[1],
+            "P50 TBT ms": found.tbt_ms.p50,
+            "P99 TBT ms": found.tbt_ms.p99,
+            "requests/s": found.requests_per_s,
+            "attainment %": 100 * (found.token_attainment or 0.0),
+        }
+        assert {name: here[f"{shape} {system} {name}"] for name in told} == told
+        assert len({round(value or 0.0, 6) for value in told.values()}) > 5, "figures that are alike would hide which is which"
+
+
 @pytest.mark.parametrize("what", paper.COMMANDS)
 def test_a_command_takes_the_options_of_what_it_simulates(what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     link = ("--kv-gbytes-per-s", "5", "--kv-transfer", "end")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -108,6 +109,18 @@ def test_an_interrupted_sweep_keeps_its_points_and_where_they_come_from(
     command = shlex.join(["python", "-m", "benchmarks.sensitivity", *arguments])
     assert kept == {"command": command, "seed": 7, "commit": commit(), "machine": machine()}
     assert told.out.startswith(f"{provenance.text(kept)}\n")
+
+
+def test_a_sweep_that_comes_to_a_point_without_a_capacity_says_which_rate_was_too_low_and_what_it_keeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as end:
+        sensitivity.main(["slo", "--output", str(tmp_path / "slo"), "--", *SAMPLE, "--most-rate", "8", "--resolution", "0.5"])
+    assert end.value.code == 2
+    kept = r"even 8 requests/s passed, the highest rate tried: .*; points measured before it: \d+ of 36, in "
+    assert re.search(kept, capsys.readouterr().err.splitlines()[-1])
+    assert (tmp_path / "slo.csv").exists()
 
 
 def test_a_sweep_that_is_interrupted_at_once_leaves_what_is_there(

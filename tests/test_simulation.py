@@ -505,7 +505,22 @@ def test_the_sample_is_simulated_without_any_file(tmp_path: Path, capsys: pytest
 def test_a_capacity_is_searched(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert command(*SAMPLE, "--batching", "slo", "--capacity", "--repetitions", "2", "--output", str(out)) == 0
-    assert all(rate > 1 for rate in json.loads(out.read_text())["capacities_per_s"])
+    found = json.loads(out.read_text())
+    assert all(rate > 1 for rate in found["capacities_per_s"])
+    assert found["at_least"] == [False, False]
+
+
+def test_a_rate_above_which_none_was_tried_is_told_as_the_least_and_is_no_capacity_of_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    searched = (*SAMPLE, "--batching", "slo", "--most-rate", "4", "--repetitions", "1")
+    assert command(*searched, "--capacity", "--output", str(out)) == 0
+    found = json.loads(out.read_text())
+    assert (found["capacities_per_s"], found["at_least"]) == ([4.0], [True])
+    assert capsys.readouterr().out == "capacity at least 4 requests/s (least 4, most 4)\n"
+    with pytest.raises(ConfigError, match="even 4 requests/s passed, the highest rate tried"):
+        simulate.capacities(searched)
 
 
 def test_a_refused_simulation_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,8 @@ def test_sharegpt_is_counted_by_a_tokenizer_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.enable_truncation(1)  # As some models' files have it, for their training.
+    model.enable_padding(length=64)
     model.save(str(tmp_path / "tokenizer.json"))
     turns = [{"from": "human", "value": "a b a"}, {"from": "gpt", "value": "b"}]
     path = write(tmp_path / "s.json", json.dumps([{"conversations": turns}]))

@@ -99,6 +99,12 @@ def test_gamma_arrivals_have_the_rate_and_the_burstiness(cv: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_gamma_arrivals_have_the_rate_from_the_first_second_on(cv: float) -> None:
+    counts = [sum(1 for _ in takewhile(lambda at_s: at_s < 15.0, arrivals.gamma(4.0, cv, rng(seed)))) for seed in range(2000)]
+    assert np.mean(counts) == pytest.approx(60, abs=4 * float(np.std(counts)) / math.sqrt(len(counts)))
+
+
 def test_bursty_arrivals_have_the_rate_and_come_in_spells() -> None:
     rate_per_s, factor, spell_s = 4.0, 5.0, 10.0
     until_s = 100_000.0

@@ -19,12 +19,14 @@ _RANGES = {"gamma": ((1e-3, 1e3),), "bursty": ((1.0, 1e6), (1e-3, 1e9))}
 
 def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
     """Endless arrival times, in seconds, with gamma-distributed gaps of mean 1 / rate; cv, their standard deviation over mean, is the
-    burstiness (1: a Poisson process)."""
+    burstiness (1: a Poisson process). They have gone on for ever when the time begins: each second expects as many."""
     shape = 1 / cv**2
-    now_s = 0.0
+    mean_s = 1 / (rate_per_s * shape)
+    # The gap in which an arbitrary time lies is longer than most; of a Poisson process, which has no memory, the rest is as any gap.
+    now_s = rng.gamma(shape, mean_s) if cv == 1 else rng.random() * rng.gamma(shape + 1, mean_s)
     while True:
-        now_s += rng.gamma(shape, 1 / (rate_per_s * shape))
         yield now_s
+        now_s += rng.gamma(shape, mean_s)
 
 
 def bursty(rate_per_s: float, factor: float, seconds: float, rng: np.random.Generator) -> Iterator[float]:

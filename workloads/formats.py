@@ -59,6 +59,9 @@ def tokenizer(path: Path) -> CountTokens:
         loaded = Tokenizer.from_file(str(path))
     except Exception as error:  # the only type that tokenizers raises
         raise WorkloadError(f"{path}: is no tokenizer.json: {error}") from error
+    # For batches of a model's training; here they would change lengths.
+    loaded.no_truncation()
+    loaded.no_padding()
     return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
 
 

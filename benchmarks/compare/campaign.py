@@ -11,9 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare import lesson
 from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS, Site
 from benchmarks.compare.outcome import LEAST_SHARE, Compared, read, there_is, why_not_here
-from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, systems, trial
+from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, report, systems, trial
 from dynaserve.bench.capacity import SearchOptions
 from dynaserve.bench.compare import CompareOptions, Measurement
 from dynaserve.bench.comparison import Comparison
@@ -57,22 +58,26 @@ class Campaign:
 
     def check(self, machine: Mapping[str, Any]) -> None:
         """Raises ConfigError where a workload cannot be sent, nothing can draw, or something else, or another machine, was measured into
-        the same folder: now, rather than when systems have started."""
+        the same folder, or its latencies were learnt from something else: now, rather than when systems have started."""
         compare_plots.check_installed()
         for workload, tbt_slo_ms in self._comparisons():
             replay.plan_requests(replace(self.replay(workload, tbt_slo_ms), rate_per_s=1.0, duration_s=None, requests=1))
             folder, its_options = self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)
             if reason := why_not_here(folder, its_options, self.repetitions, machine):
                 raise ConfigError(f"{folder} {reason}: take another --output, or delete it")
+        if self._profile.exists() and (reason := lesson.why_not_of(self._profile, self._lesson(machine))):
+            raise ConfigError(f"{self._profile} {reason}: take another --output, or delete it")
 
     def site(self) -> Site:
         """Raises ConfigError. Latencies are those of so many layers: another campaign in the same folder learns its own."""
-        return Site(first_layers(self.layers), self.output / f"profile-{self.layers}-layers.json")
+        return Site(first_layers(self.layers), self._profile)
 
     def learn(self, site: Site) -> None:
         """The latencies that starts begin with, where a system goes by them: with others than the other starts it would be another system.
         Raises ConfigError, FleetFailed."""
         if any(CANDIDATES[name].slo_batches for name in self.systems):
+            if not site.profile.exists():  # What it is of comes first: one that does not say so is of no use.
+                lesson.keep(site.profile, self._lesson(report.machine()))
             site.learn(self.tbt_slos_ms[0], self.output / "logs", self.teach)
 
     def run(self, system_of: SystemOf, provenance: Mapping[str, Any]) -> None:
@@ -144,7 +149,7 @@ class Campaign:
             chosen = replace(chosen, kept=there.kept)
             commits = ", ".join(sorted({*there.commits.split(", "), commits}))
         compare_report.prepare(chosen.output)
-        told = {**provenance, "commit": commits, "options": its_options}
+        told = {**provenance, "commit": commits, "options": its_options, "latencies_of": lesson.of(self._profile)}
 
         def keep(comparison: Comparison) -> None:
             kept = compare_report.write if measurement.is_complete else compare_report.keep
@@ -165,6 +170,17 @@ class Campaign:
                     starts[name] = self.tbt_slos_ms
             yield starts
 
+    @property
+    def _profile(self) -> Path:
+        return self.output / f"profile-{self.layers}-layers.json"
+
+    def _lesson(self, machine: Mapping[str, Any]) -> lesson.Lesson:
+        return lesson.Lesson(list(self.workloads), self.scale, self._traces, fast_dtype(), dict(machine))
+
+    @property
+    def _traces(self) -> str | None:
+        return None if self.traces is None else str(self.traces.resolve())
+
     def folder(self, workload: str, tbt_slo_ms: float) -> Path:
         return self.output / f"{re.sub(r'[^a-zA-Z0-9.]+', '-', workload)}-tbt-{tbt_slo_ms:g}"
 
@@ -177,8 +193,7 @@ class Campaign:
         names = ("layers", "together", "scale", "duration_s", "resolution", "most_runs", "seed", "max_client_lag_ms")
         common = {name: getattr(self, name) for name in names}
         systems = {name: asdict(CANDIDATES[name]) for name in self.systems}
-        traces = None if self.traces is None else str(self.traces.resolve())
-        own = {"workload": workload, "tbt_slo_ms": tbt_slo_ms, "systems": systems, "traces": traces, "dtype": fast_dtype()}
+        own = {"workload": workload, "tbt_slo_ms": tbt_slo_ms, "systems": systems, "traces": self._traces, "dtype": fast_dtype()}
         # What was measured before there was the option is the same as without it.
         return {**common, **own, **({} if self.eos_token_id is None else {"eos_token_id": self.eos_token_id})}
 

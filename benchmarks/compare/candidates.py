@@ -88,7 +88,7 @@ class Site:
         def start() -> Iterator[Running]:
             with self.fleet(candidate, tbt_slo_ms, _folder(logs, name, tbt_slo_ms)) as fleet:
                 front_pids = fleet.pids.get("frontend", [])
-                yield Running([fleet.frontend_url] if front_pids else fleet.urls, front_pids, _whole_fleet(fleet))
+                yield Running([fleet.frontend_url] if front_pids else fleet.urls, front_pids, whole_fleet(fleet))
 
         return System(name, start=start)
 
@@ -119,7 +119,7 @@ class Site:
         return ["--policy", str(candidate.policy), *slo, *known]
 
 
-def _whole_fleet(fleet: LocalFleet) -> Callable[[], None]:
+def whole_fleet(fleet: LocalFleet) -> Callable[[], None]:
     """Raises FleetFailed where an instance has ended, is dead, or was declared dead since it was last asked: a front-end goes on with
     the other one, and what it does then is no figure of two."""
     deaths = 0.0

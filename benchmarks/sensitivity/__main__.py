@@ -125,8 +125,8 @@ def _given(option: str, options: Sequence[str]) -> str | None:
 
 
 def run(output: Path, name: str, planned: Sequence[Point], told: Mapping[str, Any]) -> None:
-    """Keeps the rows as they come, and draws them at the end. told: where they come from. Raises ConfigError; KeyboardInterrupt with what
-    is kept."""
+    """Keeps the rows as they come, and draws them at the end. told: where they come from. Raises ConfigError and KeyboardInterrupt, with
+    what is kept."""
     rows: list[Row] = []
     try:
         for row in sweep(SWEEPS[name][0], planned):
@@ -135,10 +135,11 @@ def run(output: Path, name: str, planned: Sequence[Point], told: Mapping[str, An
             provenance.keep(_table(output), told)
             write(_table(output), name, rows)
         draw(_picture(output), name, rows)
-    except KeyboardInterrupt as error:
+    except (ConfigError, KeyboardInterrupt) as error:
         if not rows:
             raise
-        raise KeyboardInterrupt(f"interrupted; points measured before it: {len(rows)} of {len(planned)}, in {_table(output)}") from error
+        kept = f"points measured before it: {len(rows)} of {len(planned)}, in {_table(output)}"
+        raise type(error)(f"{str(error) or 'interrupted'}; {kept}") from error
 
 
 def sweep(option: str, planned: Sequence[Point]) -> Iterator[Row]:

@@ -24,6 +24,7 @@ from workloads.arrivals import WITHOUT_TRACE
 
 REPETITIONS, RESOLUTION = 3, 0.05
 """Of a search, unless others are asked for."""
+LEAST_RESOLUTION = 1e-4
 MOST_RUNS = 2
 """Of one rate, unless more are asked for."""
 SEARCH_OPTIONS = ("--repetitions", "--resolution", "--least-rate", "--most-rate")
@@ -153,7 +154,10 @@ def search_options(args: argparse.Namespace) -> SearchOptions:
     least, most = args.least_rate or args.rate / 64, args.most_rate or args.rate * 64
     if not least <= args.rate <= most:
         raise ConfigError(f"--rate {args.rate:g} is not between --least-rate {least:g} and --most-rate {most:g}")
-    return SearchOptions(args.rate, least, most, args.resolution or RESOLUTION, args.repetitions or REPETITIONS, args.most_runs)
+    resolution = args.resolution or RESOLUTION
+    if resolution < LEAST_RESOLUTION:
+        raise ConfigError(f"--resolution {resolution:g} is finer than {LEAST_RESOLUTION:g}, below which no run tells two rates apart")
+    return SearchOptions(args.rate, least, most, resolution, args.repetitions or REPETITIONS, args.most_runs)
 
 
 def drawn_options(args: argparse.Namespace) -> ReplayOptions:

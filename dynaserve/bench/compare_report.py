@@ -52,7 +52,7 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             ]
         cells = (
             system,
-            "not servable" if capacity is None else f"{capacity:.3g}",
+            "not servable" if capacity is None else f"{'≥ ' if comparison.is_least(system) else ''}{capacity:.3g}",
             f"{min(rates):.3g}",
             f"{max(rates):.3g}",
             "-" if ratio is None else str(ratio),
@@ -92,6 +92,7 @@ def _results(comparison: Comparison, provenance: Mapping[str, Any], *, complete:
         "systems": {
             system: {
                 "capacity_per_s": comparison.capacity_per_s(system) if complete else None,
+                "capacity_is_least": comparison.is_least(system) if complete else None,
                 "rates_per_s": comparison.rates(system),
                 "saturation_per_s": comparison.saturation_per_s.get(system),
                 "ratio": asdict(ratio) if complete and (ratio := comparison.ratio(system)) is not None else None,
@@ -120,7 +121,8 @@ def _html(comparison: Comparison, provenance: Mapping[str, Any], pictures: Mappi
         f"<!doctype html><html lang=en><meta charset=utf-8><title>DynaServe comparison</title><style>{_STYLE}</style>",
         f"<h1>{html.escape(comparison.workload)}: {slo}</h1>",
         f"<table>{row(columns(comparison), 'th')}{''.join(row(cells, 'td') for cells in rows(comparison))}</table>",
-        f"<p>Capacity: median of {repetitions} searches, least and most beside it. Ratio: to the first system, geometric mean.</p>",
+        f"<p>Capacity: median of {repetitions} searches, least and most beside it; ≥: even the highest rate tried passed. "
+        "Ratio: to the first system, geometric mean.</p>",
         *(f'<h2>{html.escape(name)}</h2><img alt="{name}" src="data:image/png;base64,{_text(png)}">' for name, png in pictures.items()),
         *(f"<p>{html.escape(sentence)}</p>" for sentence in _on_courses(comparison)),
         f"<p><code>{html.escape(provenance['command'])}</code></p>",

@@ -14,7 +14,8 @@ from dynaserve.bench.trial import Trial
 
 @dataclass(frozen=True)
 class Turn:
-    """One search of one system. cut_share: of the requests of all its runs, those handed over; None: the server counts no cuts.
+    """One search of one system. cut_share: of the requests of all its runs, and of the client's probes, one or two a run and server, those
+    handed over; None: the server counts no cuts.
     course: of the run at the rate that was found; None: no rate passed, or an earlier version measured the turn and has not kept it."""
 
     repetition: Repetition
@@ -62,9 +63,18 @@ class Comparison:
     def capacity_per_s(self, system: str) -> float | None:
         return median_rate([turn.repetition for turn in self.turns[system]])
 
+    def is_least(self, system: str) -> bool:
+        """Whether in one of its searches even the highest rate that was tried passed: its capacity is at least what is told."""
+        repetitions = [turn.repetition for turn in self.turns[system]]
+        return any(one.passed_per_s is not None and one.failed_per_s is None for one in repetitions)
+
     def ratio(self, system: str) -> Ratio | None:
-        """To the baseline, over the seeds that both have; None: there is none, or one of the two was not servable."""
-        own, base = self._rates_by_seed(system), self._rates_by_seed(next(iter(self.turns)))
+        """To the baseline, over the seeds that both have; None: there is none, one of the two was not servable, or of one the capacity is
+        not known but for what it is at least."""
+        baseline = next(iter(self.turns))
+        if self.is_least(system) or self.is_least(baseline):
+            return None
+        own, base = self._rates_by_seed(system), self._rates_by_seed(baseline)
         both = own.keys() & base.keys()
         return paired_ratio([own[seed] for seed in both], [base[seed] for seed in both]) if both else None
 

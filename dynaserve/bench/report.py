@@ -102,6 +102,9 @@ def _figures(summary: Summary, slo: Slo) -> Iterator[tuple[str, str]]:
     yield "prompt throughput", f"{summary.prompt_tokens_per_s:.1f} tokens/s"
     yield "goodput", f"{summary.goodput_requests_per_s:.2f} requests/s, {summary.goodput_tokens_per_s:.1f} tokens/s ({slos})"
     yield "attainment", f"{tokens} of token gaps, {summary.request_attainment:.2%} of requests ({slos})"
+    # Too seldom for the P99 by which the client is judged; yet each request that it kept waiting has a late gap.
+    if summary.loop_lag_ms is not None and summary.loop_lag_ms.max > slo.tbt_ms:
+        yield "client", f"it woke up {summary.loop_lag_ms.max:.0f} ms late once: requests may have missed the TBT SLO by that alone"
 
 
 def write_raw(path: Path, run: Mapping[str, Any], recording: Recording, summary: Summary, problem: str | None) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -74,19 +75,36 @@ def run(arguments: Sequence[str]) -> int:
         summary = play(fleet, options.replay_options(args))
         _print(summary, time.perf_counter() - started_s)
     if args.output is not None:
-        content = {"command": report.command_line(arguments, "simulate"), "capacities_per_s": found, "summary": summary}
+        content = {"command": report.command_line(arguments, "simulate"), **_capacities_data(found), "summary": summary}
         write_in_one_move(args.output, msgspec.json.encode(content))
     if found is not None:
-        rates, middle = [rate or 0.0 for rate in found], middle_rate(found)
-        Console(highlight=False).print(f"capacity {middle:.4g} requests/s (least {min(rates):.4g}, most {max(rates):.4g})")
+        rates = [one.passed_per_s or 0.0 for one in found]
+        middle, at_least = middle_rate(rates), "at least " if any(map(_is_least, found)) else ""
+        Console(highlight=False).print(f"capacity {at_least}{middle:.4g} requests/s (least {min(rates):.4g}, most {max(rates):.4g})")
         return 0 if middle > 0 else NOTHING_TO_REPORT
     return 0
 
 
 def capacities(arguments: Sequence[str]) -> list[float | None]:
-    """By repetition, of what the command with these options simulates; None: not servable. Raises ConfigError."""
+    """By repetition, of what the command with these options simulates; None: not servable. Raises ConfigError, also if even the highest
+    rate passed: that is no capacity."""
     args = simulate_options.parse(arguments)
-    return _capacity(args, _fleet(args))
+    found = _capacity(args, _fleet(args))
+    if (unbounded := next(filter(_is_least, found), None)) is not None:
+        most = unbounded.passed_per_s
+        raise ConfigError(f"even {most:g} requests/s passed, the highest rate tried: a capacity needs a higher --rate or --most-rate")
+    return [one.passed_per_s for one in found]
+
+
+def _capacities_data(found: Sequence[search.Found] | None) -> dict[str, list[Any] | None]:
+    """at_least: whether even the highest rate passed. None: nothing was searched."""
+    if found is None:
+        return {"capacities_per_s": None, "at_least": None}
+    return {"capacities_per_s": [one.passed_per_s for one in found], "at_least": [_is_least(one) for one in found]}
+
+
+def _is_least(found: search.Found) -> bool:
+    return found.failed_per_s is None
 
 
 def one_run(arguments: Sequence[str]) -> SimulatedRun:
@@ -133,7 +151,7 @@ def _simulate(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> tuple[list[
         raise ConfigError(str(error)) from error
 
 
-def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[float | None]:
+def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[search.Found]:
     searching, base = search_options(args), drawn_options(args)
     if base.seed + searching.repetitions - 1 > options.MOST_SEED:
         raise ConfigError(f"--seed {base.seed} with {searching.repetitions} --repetitions goes beyond {options.MOST_SEED}, the last seed")
@@ -148,7 +166,7 @@ def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[float | None]:
             return reason is None
 
         bounds = searching.least_per_s, searching.most_per_s
-        found.append(search.highest_rate(passes, searching.first_per_s, searching.resolution, *bounds).passed_per_s)
+        found.append(search.highest_rate(passes, searching.first_per_s, searching.resolution, *bounds))
     return found
 
 

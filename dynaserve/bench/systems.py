@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,7 @@ from dynaserve.errors import ConfigError
 from dynaserve.local.children import Child, start_child, stop_children
 
 _POLL_INTERVAL_S = 0.5
+_ASKS_FOR_A_KEY = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 _CUTS = re.compile(r'^dynaserve_requests_total\{cut="(yes|no)".*\} (\S+)$', re.MULTILINE)
 _CUT_LATE = re.compile(r'^dynaserve_revised_hand_offs_total\{reason="gathers_decodes"\} (\S+)$', re.MULTILINE)
 _LIFTED = re.compile(r"^dynaserve_lifted_hand_offs_total (\S+)$", re.MULTILINE)
@@ -134,8 +136,8 @@ def running(system: System) -> Iterator[Running]:
         with system.start() as serving:
             yield serving
         return
-    with started(system):
-        yield Running(system.urls)
+    with started(system) as children:
+        yield Running(system.urls, check=partial(_check_alive, system, children))
 
 
 @contextmanager
@@ -156,15 +158,20 @@ def started(system: System) -> Iterator[Sequence[Child]]:
                 children.append(start_child(f"{system.name}-{number}", command, Path(folder) / f"{number}.log"))
             deadline = time.monotonic() + system.start_timeout_s
             while silent := [url for url in system.urls if not _answers(url)]:
-                for child in children:
-                    if child.exit_status is not None:
-                        raise ConfigError(f"system {system.name}: a command ended with status {child.exit_status}: {child.last_lines(5)}")
+                _check_alive(system, children)
                 if time.monotonic() > deadline:
                     raise ConfigError(f"system {system.name}: {silent[0]} does not answer after {system.start_timeout_s:g} s")
                 time.sleep(_POLL_INTERVAL_S)
             yield children
         finally:
             stop_children(children)
+
+
+def _check_alive(system: System, children: Sequence[Child]) -> None:
+    """Raises ConfigError with the end of its log where a command has ended: what stands before it may go on with the others."""
+    for child in children:
+        if child.exit_status is not None:
+            raise ConfigError(f"system {system.name}: a command ended with status {child.exit_status}: {child.last_lines(5)}")
 
 
 def cut_counts(urls: Sequence[str]) -> CutCounts | None:
@@ -194,7 +201,9 @@ def counts_in(metrics: str) -> CutCounts | None:
 
 
 def _answers(url: str) -> bool:
+    """Also where it asks for a key, which it does only once it serves."""
     try:
-        return direct_http.get(f"{url}/v1/models", timeout_s=5.0).is_success
+        response = direct_http.get(f"{url}/v1/models", timeout_s=5.0)
     except httpx.HTTPError:
         return False
+    return response.is_success or response.status_code in _ASKS_FOR_A_KEY
