@@ -20,6 +20,7 @@ from typing import Any
 from dynaserve.errors import ConfigError
 
 OPTION = "--config-file"
+_FLEET = ("--instances", "--instances-file")
 
 
 def expand(argv: Sequence[str]) -> list[str]:
@@ -35,6 +36,8 @@ def expand(argv: Sequence[str]) -> list[str]:
         values = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{OPTION} {path} cannot be read: {error}") from error
+    if any(word.partition("=")[0] in _FLEET for word in rest):  # one of them only may be given
+        values = {name: value for name, value in values.items() if f"--{name.replace('_', '-')}" not in _FLEET}
     model = values.pop("model", None)
     # The model is vLLM's positional argument: behind an option with several values it would be taken for one of them.
     first, rest = _split_model(rest)

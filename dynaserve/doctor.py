@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 
-import httpx
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dynaserve import fleet
+from dynaserve import direct_http, fleet
 from dynaserve.errors import ConfigError, NoInstance
-from dynaserve.frontend_at import add_key_arguments, frontend_at
+from dynaserve.frontend_at import TIMEOUT_S, add_key_arguments, frontend_at
 from dynaserve.messages import InstanceDescription, Load
 
 EXAMPLE = """\
@@ -148,7 +147,7 @@ def check_description(name: str, description: InstanceDescription) -> Iterator[F
 def check_frontend(url: str, args: argparse.Namespace) -> Iterator[Finding]:
     """args: with a key, see `frontend_at`."""
     try:
-        with httpx.Client() as http:
+        with direct_http.client(TIMEOUT_S) as http:
             instances = frontend_at(url, args).ask(http, "/dynaserve/fleet", FleetAnswer).instances
     except (ConfigError, NoInstance) as error:
         yield Finding("fault", str(error), "start a front-end there (dynaserve serve), or name where it listens, and its key")

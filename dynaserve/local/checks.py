@@ -47,7 +47,7 @@ def inspect_machine(folder: Path) -> Machine:
         processor=f"{platform.system()} {platform.machine()}",
         cpu_flags=_cpu_flags(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        free_memory_bytes=_free_memory_bytes(),
+        free_memory_bytes=free_memory_bytes(),
         free_disk_bytes=shutil.disk_usage(folder).free,
     )
 
@@ -96,6 +96,11 @@ def find_compiler(environment: Mapping[str, str]) -> str | None:
     return None
 
 
+def held_bytes(folder: Path) -> int:
+    """What its files take of the disk; 0: there is none."""
+    return sum(512 * path.lstat().st_blocks for path in folder.rglob("*"))
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -112,14 +117,15 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
 
 
-def _free_memory_bytes() -> int:
-    """Of the machine, or of the container's cgroup where that is less."""
-    meminfo = Path("/proc/meminfo")
+def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Of the machine, or of the container's cgroup where that is less; what caches hold of files counts as free in both."""
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used, stat = cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
+        held = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+        cached = sum(int(held.get(name, 0)) for name in ("active_file", "inactive_file", "slab_reclaimable"))
+        free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
     return free
 
 

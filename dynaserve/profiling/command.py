@@ -36,7 +36,9 @@ example:
   dynaserve profile MODEL --output profile.json --dtype bfloat16 --max-model-len 4096
 
 Steps that the engine cannot take (tokens and requests of one step, KV memory, the model's length) are left out. What was measured
-is kept beside the profile (profile.points.jsonl): the same command goes on where it was interrupted."""
+is kept beside the profile until that is complete (profile.points.jsonl): the same command goes on where it was interrupted."""
+SECRETS = ("--hf-token",)
+"""Options whose values stand in no file: profiles are copied."""
 
 
 class Engine(Protocol):
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         module, _, name = ENGINE.partition(":")
         engine: Engine = getattr(import_module(module), name)(options.model, options.engine_args)
         try:
-            run(options, engine, Console(stderr=True, highlight=False), shlex.join(["dynaserve", "profile", *arguments]))
+            run(options, engine, Console(stderr=True, highlight=False), shlex.join(["dynaserve", "profile", *without_secrets(arguments)]))
         finally:
             engine.close()
     except ConfigError as error:
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str]) -> None:
 def run(options: SweepOptions, engine: Engine, console: Console, command: str) -> None:
     """Measures what is missing, then writes the profile and the picture."""
     points = _points(options, engine.limits, console)
-    done = PointFile(options.output.with_suffix(".points.jsonl"), engine.key)
+    done = PointFile(options.output.with_suffix(".points.jsonl"), engine.key, without_secrets(options.engine_args))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         missing = done.missing(points)
@@ -96,10 +98,25 @@ def run(options: SweepOptions, engine: Engine, console: Console, command: str) -
         _measure(missing, engine, done, lambda point: progress.update(task, advance=1, description=_words(point)))
     provenance = f"{command}; {platform.node()}; {time.strftime('%Y-%m-%d', time.gmtime())}"
     latency_profile.save(options.output, table_of(done.records, random.Random(1)), engine.key, provenance)
+    done.remove()  # the next call measures anew: what it finds here may be of another driver, and would be told as of today
     console.print(f"{options.output}: {len(done.records)} kinds of steps of {engine.key.model} on {engine.key.device}", soft_wrap=True)
     if options.picture is not None:
         picture.draw(options.picture, done.records, options.slo_ms, f"{engine.key.model} on {engine.key.device}")
         console.print(f"{options.picture}: the stars are the latency-constrained-utilization points at {options.slo_ms:g} ms")
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """With `***` for the values of SECRETS."""
+    shown = list(arguments)
+    for index, argument in enumerate(arguments):
+        name, equals, _ = argument.partition("=")
+        if name.replace("_", "-") not in SECRETS:
+            continue
+        if equals:
+            shown[index] = f"{name}=***"
+        elif index + 1 < len(shown):
+            shown[index + 1] = "***"
+    return shown
 
 
 def _points(options: SweepOptions, limits: Limits, console: Console) -> list[Point]:

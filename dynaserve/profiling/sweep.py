@@ -34,7 +34,10 @@ class PointRecord(msgspec.Struct, frozen=True):
 
 
 class _Header(msgspec.Struct, frozen=True):
+    """engine_args: how the engine was started."""
+
     key: ProfileKey
+    engine_args: list[str]
 
 
 class Limits(NamedTuple):
@@ -87,14 +90,15 @@ def answer_tokens(decodes: int, context_tokens: int, step_tokens: int, spare_tok
 class PointFile:
     """Points measured so far. Raises ConfigError for a file that is damaged, or was measured on something else."""
 
-    def __init__(self, path: Path, key: ProfileKey) -> None:
+    def __init__(self, path: Path, key: ProfileKey, engine_args: Sequence[str]) -> None:
         self.records: list[PointRecord] = []
         self._path = path
+        header = _Header(key, list(engine_args))
         if path.exists():
-            self._read(key)
+            self._read(header)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._append(_Header(key))
+            self._append(header)
 
     def missing(self, points: Sequence[Point]) -> list[Point]:
         done = {record.point for record in self.records}
@@ -104,19 +108,25 @@ class PointFile:
         self._append(record)
         self.records.append(record)
 
+    def remove(self) -> None:
+        self._path.unlink()
+
     def _append(self, line: _Header | PointRecord) -> None:
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
-    def _read(self, key: ProfileKey) -> None:
+    def _read(self, wanted: _Header) -> None:
         lines = self._path.read_bytes().splitlines()
         try:
             header = msgspec.json.decode(lines[0], type=_Header)
             self.records = [msgspec.json.decode(line, type=PointRecord) for line in lines[1:]]
         except (msgspec.MsgspecError, IndexError) as error:
             raise ConfigError(f"{self._path}: is not a file of measured points: {error}; remove it to begin anew") from error
-        if header.key != key:
-            raise ConfigError(f"{self._path}: measured on {header.key}, not {key}; name another --output")
+        if header.key != wanted.key:
+            raise ConfigError(f"{self._path}: measured on {header.key}, not {wanted.key}; name another --output")
+        if header.engine_args != wanted.engine_args:
+            there, here = (" ".join(each.engine_args) or "none" for each in (header, wanted))
+            raise ConfigError(f"{self._path}: measured with the options {there}, not {here}; name another --output")
 
 
 def table_of(records: Iterable[PointRecord], rng: random.Random) -> ProfileTable:
