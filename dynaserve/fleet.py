@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.dynaserve.frontend")
 _UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
 """What a decoder raises, the last of them for 2 kB that are nested too deeply."""
 
-_MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size", "reasoning_parser")
+_MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parallel_size", "reasoning_parser", "read_by_server")
 _NOT_TOLD_BY_STOCK = ("vllm_version", "dtype", "device", "parallelism", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
 """Of the version: what names the build."""
 
@@ -206,6 +206,16 @@ def check_reasoning_parser(parser: str | None, instances: Sequence[Instance]) ->
         if not instance.description.stock and theirs != parser:
             parsers = f"instance {instance.instance_id} has the reasoning parser {theirs}, this front-end {parser}"
             raise ConfigError(f"{parsers}: give both the same --reasoning-parser")
+
+
+def check_read_by_server(ours: Mapping[str, str], instances: Sequence[Instance]) -> None:
+    """Raises ConfigError if an instance was started with other options than this front-end, of those that act here: they would do
+    nothing."""
+    for instance in instances:
+        theirs = instance.description.read_by_server
+        for option, value in ours.items():
+            if not instance.description.stock and (its := theirs.get(option)) != value:
+                raise ConfigError(f"instance {instance.instance_id} has {option} {its}, this front-end {value}: give both the same")
 
 
 def profile_key(description: InstanceDescription) -> ProfileKey:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynaserve.kv_transfer.transport import Name, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Reason, TransferId, cut_reason
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 LONGEST_FRAME_BYTES = 256 << 20
 """To an instance. A longer frame ends its connection, so front-ends refuse requests that would need one."""
@@ -395,6 +395,8 @@ class InstanceDescription(msgspec.Struct, frozen=True):
     """Its sockets hear only who has the fleet secret."""
     reasoning_parser: Name | None = None
     """Which decides where in an answer a grammar begins."""
+    read_by_server: Annotated[dict[Name, Name], Meta(max_length=256)] = {}
+    """Options of the engine that vLLM reads in its API server, which is the front-end's here: their values as JSON."""
     computes_on_host: bool = False
     """On a CPU: what moves KV there takes the time of steps."""
     stock: bool = False

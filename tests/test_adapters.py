@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 
 from dynaserve.messages import AddLora, LoraAdded
-from vllm_plugin.adapters import AdapterLoader, adapter_id, with_fleet_id
+from vllm_plugin.adapters import AdapterLoader, adapter_id
 
 FIRST, SECOND = LoRARequest("first", 1, "/first"), LoRARequest("second", 2, "/second", is_3d_lora_weight=True)
 NUMBER = adapter_id(FIRST.lora_name, FIRST.lora_path)
@@ -170,6 +170,34 @@ def test_an_adapter_that_was_loaded_stays_so_where_it_cannot_be_loaded_anew(how:
 
 
 def test_a_fleet_changes_an_adapters_number_only() -> None:
-    renumbered = with_fleet_id(SECOND)
+    loader = Instances().loader
+    renumbered = loader.with_fleet_id(SECOND)
     assert (renumbered.lora_path, renumbered.is_3d_lora_weight) == ("/second", True)
-    assert renumbered.lora_int_id == adapter_id("second", "/second") != with_fleet_id(FIRST).lora_int_id
+    assert renumbered.lora_int_id == adapter_id("second", "/second") != loader.with_fleet_id(FIRST).lora_int_id
+
+
+def test_an_adapter_that_is_loaded_in_place_keeps_its_number_and_one_that_is_loaded_anew_gets_another() -> None:
+    async def scenario() -> None:
+        instances = Instances()
+        loader = instances.loader
+        await loader.load(FIRST, ["a"])
+        await loader.load(LoRARequest("first", 1, "/better", load_inplace=True), ["a"])
+        (message,) = loader.loaded.values()
+        assert (message.lora_int_id, message.lora_path) == (NUMBER, "/better")
+        for path in ("/first", "/better"):  # of a request under way, and of a new one
+            assert loader.with_fleet_id(LoRARequest("first", 7, path)).lora_int_id == NUMBER
+        loader.offered = lambda: [LoRARequest("first", 1, "/better")]
+        assert await loader.load_all("b") == []
+        assert instances.told[-1] == ("b", "first")
+        instances.silent = ("a",)
+        refused = asyncio.create_task(loader.load(LoRARequest("first", 1, "/third"), ["a"]))
+        assert await waits(refused)
+        loader.answered("a", LoraAdded(adapter_id("first", "/third"), "there is no such file"))
+        with pytest.raises(ValueError, match="there is no such file"):
+            await refused
+        assert loader.with_fleet_id(FIRST).lora_int_id == NUMBER
+        instances.silent = ()
+        await loader.load(LoRARequest("first", 1, "/third"), ["a"])
+        assert loader.with_fleet_id(LoRARequest("first", 9, "/third")).lora_int_id == adapter_id("first", "/third")
+
+    asyncio.run(scenario())

@@ -8,7 +8,7 @@ import pytest
 
 from dynaserve import direct_http
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, check, check_distinct, check_reasoning_parser, choose_transport
+from dynaserve.fleet import Instance, check, check_distinct, check_read_by_server, check_reasoning_parser, choose_transport
 from dynaserve.fleet import describe as ask
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, WorkerDescription
@@ -50,6 +50,17 @@ def test_a_front_end_has_the_reasoning_parser_of_its_instances(its: str | None, 
     check_reasoning_parser(ours, [Instance("http://c", describe(stock=True, reasoning_parser=its))])
     with pytest.raises(ConfigError, match=f"^instance http://b has the reasoning parser {its}, this front-end {ours}: "):
         check_reasoning_parser(ours, [instance])
+
+
+def test_what_a_server_reads_of_its_engine_s_options_is_the_same_for_a_front_end_and_its_instances() -> None:
+    ours = {"--max-logprobs": "20", "--generation-config": '"auto"'}
+    instances = [Instance("http://b", describe(read_by_server=ours)), Instance("http://c", describe(stock=True))]
+    check_read_by_server(ours, instances)
+    instances.append(Instance("http://d", describe(read_by_server=ours | {"--max-logprobs": "50"})))
+    with pytest.raises(ConfigError, match=r"^instance http://d has --max-logprobs 50, this front-end 20: give both the same$"):
+        check_read_by_server(ours, instances)
+    with pytest.raises(ConfigError, match=r"read_by_server differs: http://b has .*, http://d has "):
+        check(instances[2], instances[0])
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8OOO", "http://[::1:8000", "http://a..b:8000", "no url", "http://127.0.0.1:9"])

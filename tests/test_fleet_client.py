@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -37,11 +37,14 @@ from dynaserve.messages import (
     AddLora,
     Announce,
     Bye,
+    Continue,
     Cut,
     Ended,
     Expect,
+    Granted,
     InstanceDescription,
     Load,
+    LoraAdded,
     MeasuredStep,
     Move,
     PromptProgress,
@@ -78,11 +81,14 @@ class Fleet:
 
     async def start(self, request_id: str, **params: Any) -> str:
         """Returns the instance that it runs on."""
+        return await self.start_with(request_id, SamplingParams(max_tokens=20, **params))
+
+    async def start_with(self, request_id: str, params: SamplingParams) -> str:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=list(range(10)),
             mm_features=None,
-            sampling_params=SamplingParams(max_tokens=20, **params),
+            sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
@@ -331,15 +337,132 @@ def test_a_full_fleet_refuses_before_a_request_costs_anything() -> None:
         await fleet.sample(name, fleet.runs(name, "r")[0].request_id, [7])
         await fleet.output()
         fleet.client.admit(10, SamplingParams(), 20)
+        with pytest.raises(Overloaded, match="0 requests wait for their first token, 2 more would, and at most 1 may"):
+            fleet.client.admit(10, SamplingParams(n=2), 20)
 
     run(scenario, most_waiting=1)
+
+
+def test_a_request_that_would_miss_its_ttft_slo_is_refused_unless_it_is_served_however_late() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        admission, now_s = fleet.client._admission, time.monotonic()
+        for number in range(40):  # a thousand tokens a second
+            admission.arrived(f"r{number}", 1000, now_s + number - 60)
+            admission.answered(f"r{number}", now_s + number - 59)
+        admission.arrived("waits", 1000, now_s - 2)
+
+        def admit(**extra_args: float) -> None:
+            fleet.client.admit(1000, SamplingParams(extra_args=extra_args or None), 20)
+
+        with pytest.raises(Overloaded, match=r"the first token would come after \d+\.\d s, and is asked for within 1000 ms"):
+            admit(dynaserve_ttft_ms=1000)
+        admit(dynaserve_ttft_ms=1000, dynaserve_best_effort=1)
+        admit(dynaserve_ttft_ms=60_000)
+        admit()
+        admission.left("waits", time.monotonic())
+        admit(dynaserve_ttft_ms=1000)
+
+    run(scenario)
+
+
+def aborted(heard: Sequence[ToInstance]) -> list[str]:
+    return [request_id for message in heard if isinstance(message, Abort) for request_id in message.request_ids]
+
+
+@pytest.mark.parametrize("transport", ["torch", "same-host"])
+def test_a_beta_goes_on_without_its_alpha_only_where_nothing_can_be_written_any_more(transport: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.client._transport = transport
+        first = await fleet.start("r", extra_args={"dynaserve_split": 5})
+        (second,) = set(NAMES) - {first}
+        heard = fleet.gateways[second].heard
+        await until(lambda: any(isinstance(message, Announce) for message in heard))
+        (announced,) = (message for message in heard if isinstance(message, Announce))
+        await fleet.gateways[second].say(Step([Granted(announced.request_id, 0)], None, time.monotonic()))
+        await until(lambda: fleet.client.book.find("r")[0].timeline_ms.get("granted") is not None)
+        fleet.gateways[first].cut()
+        if transport == "torch":
+            await until(lambda: Continue(announced.request_id, 5, []) in heard)
+            assert not fleet.runs(second, "r")
+        else:
+            await until(lambda: bool(fleet.runs(second, "r")))
+            await until(lambda: announced.request_id in aborted(heard))
+            assert not [message for message in heard if isinstance(message, Continue)]
+
+    run(scenario)
+
+
+def test_all_constrained_requests_of_a_fleet_have_one_grammar_library() -> None:
+    def constrained(library: str) -> SamplingParams:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        assert params.structured_outputs is not None
+        params.structured_outputs._backend = library
+        return params
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("free")
+        asked = [constrained("guidance"), constrained("xgrammar")]
+        for number, params in enumerate(asked):
+            name = await fleet.start_with(f"r{number}", params)
+            assert fleet.runs(name, f"r{number}")
+        assert [params.structured_outputs._backend for params in asked if params.structured_outputs] == ["guidance", "guidance"]
+
+    run(scenario)
+
+
+def test_a_request_that_runs_for_too_long_is_answered_504_and_aborted() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        told: list[tuple[str, int]] = []
+        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
+        name = await fleet.start("r")
+        (began,) = fleet.runs(name, "r")
+        await until(lambda: told == [("r", 504)])
+        await until(lambda: began.request_id in aborted(fleet.gateways[name].heard))
+
+    run(scenario, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("first_answer", [None, "its file is not there yet"])
+def test_an_instance_that_comes_back_has_the_adapters_of_the_fleet_before_it_takes_requests(
+    monkeypatch: pytest.MonkeyPatch, first_answer: str | None
+) -> None:
+    def asked(gateway: Gateway) -> list[AddLora]:
+        return [message for message in gateway.heard if isinstance(message, AddLora)]
+
+    async def answers(gateway: Gateway, times: int = 1, error: str | None = None) -> None:
+        await until(lambda: len(asked(gateway)) == times)
+        await gateway.say(LoraAdded(asked(gateway)[-1].lora_int_id, error))
+
+    async def scenario(fleet: Fleet) -> None:
+        first, second = NAMES
+        loading = asyncio.create_task(fleet.client.add_lora_async(LoRARequest("adapter", 1, "/adapter")))
+        for name in NAMES:
+            await answers(fleet.gateways[name])
+        assert await loading
+        fleet.gateways[first].cut()
+        await until(lambda: fleet.client.health(first) == "dead")
+        anew = fleet.gateways[first] = Gateway("anew")
+        anew.start(zmq.asyncio.Context.instance())
+        monkeypatch.setattr(fleet.client._links, "describe", lambda *_: described(first, anew))
+        await until(lambda: len(asked(anew)) == 1)
+        assert {await fleet.start(name) for name in ("r", "s", "t")} == {second}
+        await answers(anew, error=first_answer)
+        if first_answer is not None:
+            await until(lambda: len(asked(anew)) == 2)
+            assert await fleet.start("u") == second
+            await answers(anew, times=2)
+        await until(lambda: not fleet.client._loading)
+        assert await fleet.start("v") == first
+
+    monkeypatch.setattr(failover, "LOAD_AGAIN_S", 0.1)
+    run(scenario)
 
 
 def test_those_who_look_see_a_request_from_its_start_to_its_end() -> None:
     async def scenario(fleet: Fleet) -> None:
         over: list[tuple[str, object]] = []
         fleet.client.watchers.append(lambda record, headers: over.append((record.request_id, headers)))
-        name = await fleet.start("r", extra_args={"dynaserve_tbt_ms": 60_000.0})
+        name = await fleet.start("r", extra_args={"dynaserve_tbt_ms": 60_000.0, "dynaserve_ttft_ms": 90_000.0})
         wire_id = fleet.runs(name, "r")[0].request_id
         for tokens in ([7], [8, 9]):
             await fleet.sample(name, wire_id, tokens)
@@ -352,6 +475,9 @@ def test_those_who_look_see_a_request_from_its_start_to_its_end() -> None:
         (busy,) = (instance for instance in now.instances if instance.name == name)
         assert (busy.health, busy.running_requests, busy.kv_usage, busy.recent_steps[-1].measured_ms) == ("up", 1, 0.5, 12.0)
         (request,) = now.requests
+        (record,) = fleet.client.book.find("r")
+        assert record.gaps is not None
+        assert (record.gaps.slo_ms, record.ttft_slo_ms) == (60_000.0, 90_000.0)
         assert request.gaps is not None
         assert (request.state, request.output_tokens, request.gaps.count, request.gaps.in_slo) == ("whole", 3, 2, 2)
         assert abs(time.time() - now.at_s) < 60

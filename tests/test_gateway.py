@@ -44,8 +44,10 @@ from dynaserve.messages import (
     Lifted,
     MeasuredStep,
     Move,
+    Prepare,
     PromptProgress,
     Refused,
+    Release,
     Reserved,
     Resumed,
     Run,
@@ -332,6 +334,32 @@ def test_a_whole_request_becomes_an_alpha_once_its_engine_agrees() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [Abort(["r"]), Move("r", 5), Move("r", None), Release("r"), Continue("r", 3, [1]), Prepare("r")],
+    ids=["abort", "move", "lift", "release", "continue", "prepare"],
+)
+def test_a_front_end_has_no_say_in_the_requests_of_another(message: ToInstance) -> None:
+    async def scenario(instance: Instance) -> None:
+        first, second = await instance.link("first", None), await instance.link("second", None)
+        request = EngineCoreRequest("", [1, 2], None, SamplingParams(), None, 0.0, None, None, None)
+        await first.send(Run("r", 9, "t", end_token=20), MsgpackEncoder().encode(request))
+        await until(lambda: len(instance.engine.added) == 1)
+        before = len(instance.engine.called)
+        await second.send(message)
+        await second.send(Run("behind it"), MsgpackEncoder().encode(request))
+        await until(lambda: len(instance.engine.added) == 2)
+        await told(second, [Reserved(0, 2, 9)])
+        assert instance.engine.aborted == []
+        assert [call for call in instance.engine.called[before:] if "r" in call[1] or call[0] == "dynaserve_prepare"] == []
+        await first.send(message)
+        await until(lambda: instance.engine.aborted == ["r"] or len(instance.engine.called) > before)
+        first.close()
+        second.close()
+
+    run(scenario)
+
+
 def test_a_cut_that_meets_the_end_of_its_request_leaves_nothing_behind() -> None:
     async def scenario(instance: Instance) -> None:
         link = await instance.link("front-end", None)
@@ -376,6 +404,7 @@ def test_an_engine_hears_of_whose_transfers_a_peer_was_lost() -> None:
         await until(lambda: len(instance.engine.added) == 3)
         links["gone"].close()
         await until(lambda: len(instance.gateway.sessions.identities) == 2)
+        await until(lambda: instance.engine.aborted == ["r-gone"])
         await links["first"].send(SenderLost(["w"]))
         await until(lambda: lost(instance) == [["t-first", "t-gone"]])
         ended = {EXTRA_ARG: msgspec.to_builtins([Ended("r-first", 0, 0), Ended("r-gone", 0, 0)])}

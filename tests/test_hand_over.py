@@ -496,6 +496,23 @@ def test_a_grammar_goes_on_where_a_lost_instance_has_left_it_though_its_adapter_
     assert accepted == [("w", [7] * 25)]
 
 
+def test_a_request_whose_grammar_rejects_the_tokens_of_another_instance_ends_with_an_error(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = instance.scheduler
+    plan = Plan("whole", output_token_ids=[7] * 25)
+    instance.engine.add("w", 100, 40, **{EXTRA_ARG: msgspec.to_builtins(plan)})
+    request = scheduler.requests["w"]
+    instance.step()
+    request.structured_output_request = SimpleNamespace(grammar=object())
+    monkeypatch.setattr(scheduler.structured_output_manager, "accept_tokens", lambda *_: False)
+    scheduler._accept_outputs(request, scheduler.micro.by_id["w"])
+    request.structured_output_request = None  # nothing here can compile one
+    instance.step()
+    assert request.status == RequestStatus.FINISHED_ERROR
+    assert "w" not in scheduler.requests
+
+
 def test_a_lost_peer_is_told_to_every_worker(instance: Instance) -> None:
     instance.scheduler.peers_lost(["x", "y"], ["t1", "t2"])
     assert instance.scheduler.micro.has_messages

@@ -81,6 +81,8 @@ _REFUSED = [
     (["--plugin", "dynaserve", "--api-server-count", "2"], "--api-server-count 2 is not supported with --plugin dynaserve; use 1"),
     (["--plugin", "dynaserve", "--decode-context-parallel-size", "2"], "--decode-context-parallel-size 2 is not supported with --plugin"),
     (["--plugin", "dynaserve", "--enable-scale-out"], "--enable-scale-out is not supported with --plugin dynaserve"),
+    (["--plugin", "dynaserve", "--kv-offloading-size", "16"], "--kv-offloading-size is not supported with --plugin dynaserve"),
+    (["--plugin", "dynaserve", "--enable-return-routed-experts"], "--enable-return-routed-experts is not supported with --plugin"),
     (["--plugin", "dynaserve", "--disable-log-stats"], "--disable-log-stats is not supported with --plugin dynaserve"),
     (["--plugin", "dynaserve", "--scheduler-cls", "my.Scheduler"], "--scheduler-cls my.Scheduler conflicts with --plugin dynaserve"),
 ]

@@ -23,10 +23,6 @@ def adapter_id(name: str, path: str) -> int:
     return 1 << 30 | int.from_bytes(digest[:4], "big") >> 2
 
 
-def with_fleet_id(lora: LoRARequest) -> LoRARequest:
-    return msgspec.structs.replace(lora, lora_int_id=adapter_id(lora.lora_name, lora.lora_path))
-
-
 @dataclass
 class AdapterLoader:
     """The front-end's side. send: carries a message to an instance. offered: what clients may name now; None: not known yet."""
@@ -35,6 +31,9 @@ class AdapterLoader:
     offered: Callable[[], Iterable[LoRARequest]] | None = None
     loaded: dict[int, AddLora] = field(default_factory=dict)
     """What every instance has, or is told when it comes back, unless it has been unloaded meanwhile."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Of each name, that of its newest load which was not in place: one that is keeps the number, as in vLLM
+    (openai/models/serving.py:180), so that requests under way go on with the new weights, and the old files may go."""
     pending: dict[tuple[str, int], list[asyncio.Future[str | None]]] = field(default_factory=dict)
     """Who waits for which instance to load which adapter. Each waits for itself: one that is cancelled takes nobody else's answer."""
 
@@ -44,10 +43,12 @@ class AdapterLoader:
         for what, text in (("name", lora.lora_name), ("path", lora.lora_path)):
             if len(text) > LONGEST_NAME:
                 raise ValueError(f"the {what} of a LoRA adapter has {len(text)} characters, at most {LONGEST_NAME} are taken")
-        number = adapter_id(lora.lora_name, lora.lora_path)
+        number = self.number_of(lora) if lora.load_inplace else adapter_id(lora.lora_name, lora.lora_path)
+        number_before = self.numbers.get(lora.lora_name)
         message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace, lora.is_3d_lora_weight)
         before = self.loaded.get(number)  # of no other load that goes on: vLLM has one at a time of a name (`lora_resolver_lock`)
         self.loaded[number] = message  # an instance that joins meanwhile is told as well
+        self.numbers[lora.lora_name] = number
         try:
             if faults := await self._ask(message, list(instances)):
                 raise ValueError(f"LoRA adapter {lora.lora_name} at {lora.lora_path} cannot be loaded by {'; '.join(faults)}")
@@ -55,7 +56,16 @@ class AdapterLoader:
             self.loaded.pop(number, None)
             if before is not None:
                 self.loaded[number] = before
+            self.numbers.pop(lora.lora_name)
+            if number_before is not None:
+                self.numbers[lora.lora_name] = number_before
             raise
+
+    def number_of(self, lora: LoRARequest) -> int:
+        return self.numbers.get(lora.lora_name, adapter_id(lora.lora_name, lora.lora_path))
+
+    def with_fleet_id(self, lora: LoRARequest) -> LoRARequest:
+        return msgspec.structs.replace(lora, lora_int_id=self.number_of(lora))
 
     async def load_all(self, instance: str) -> list[str]:
         """Tells an instance that has come back what the others have. Returns why it cannot load it; empty: it has everything."""
@@ -66,8 +76,10 @@ class AdapterLoader:
         """vLLM does not tell its engine of adapters that are unloaded (openai/models/serving.py:243), and whose files may be gone."""
         if self.offered is None:
             return
-        needed = {adapter_id(lora.lora_name, lora.lora_path) for lora in self.offered()} | {number for _, number in self.pending}
-        self.loaded = {number: message for number, message in self.loaded.items() if number in needed}
+        needed, awaited = {(lora.lora_name, lora.lora_path) for lora in self.offered()}, {number for _, number in self.pending}
+        kept = {number: one for number, one in self.loaded.items() if (one.lora_name, one.lora_path) in needed or number in awaited}
+        self.loaded = kept
+        self.numbers = {name: number for name, number in self.numbers.items() if number in kept}
 
     async def _ask(self, message: AddLora, instances: Sequence[str]) -> list[str]:
         number = message.lora_int_id

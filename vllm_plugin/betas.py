@@ -284,8 +284,10 @@ class BetaScheduler(Scheduler):
         """Brings the grammar to where another instance has left it; once, since a request resumes once."""
         outputs = micro.plan.output_token_ids
         if request.use_structured_output and outputs and not self.structured_output_manager.accept_tokens(request, outputs):
-            told = "%s: its grammar rejects the tokens of another instance"
+            told = "%s: its grammar rejects the tokens of another instance; it ends"
             logger.error(told, request.request_id, extra=of_request(request.request_id))
+            # As vLLM ends one whose grammar rejects its own tokens: what came next would be no answer to the grammar.
+            self.grammar_compile_error_reqs.add(request.request_id)
 
     def promote_betas(self) -> None:
         """Resumes betas whose KV and tokens are here, even while no slot is free to run them.

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequestType
 
 from vllm_plugin.device import profile_key
+from vllm_plugin.read_by_server import options_of
 from vllm_plugin.requests import SPECULATION
 
 
@@ -41,6 +42,7 @@ def dynaserve_describe(self: Any) -> dict[str, Any]:
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "read_by_server": options_of(config),
         "reasoning_parser": config.structured_outputs_config.reasoning_parser or None,
         "cut_obstacle": SPECULATION if config.speculative_config is not None else None,
         "workers": msgspec.to_builtins(scheduler.connector.workers),

@@ -59,7 +59,7 @@ from dynaserve.request_flow import (
 from dynaserve.request_log import of_request
 from dynaserve.request_placer import REPORT_EVERY_MS, Decision, RequestFacts, RequestPlacer
 from vllm_plugin import progress
-from vllm_plugin.adapters import AdapterLoader, with_fleet_id
+from vllm_plugin.adapters import AdapterLoader
 from vllm_plugin.failover import Failover
 from vllm_plugin.live import Live
 from vllm_plugin.orphans import PATIENCE_S, Orphans
@@ -124,6 +124,7 @@ class FleetClient(Failover):
         self._loading = {}
         self._stopping = set()
         self._timeout_s = timeout_s
+        self._grammar_library: str | None = None
         self._leaving = False
         self._told_load = SchedulerStats()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -205,7 +206,8 @@ class FleetClient(Failover):
             raise self._unavailable(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
         cut = CutRequest.of(request)
         if request.lora_request is not None:
-            request.lora_request = with_fleet_id(request.lora_request)
+            request.lora_request = self._adapters.with_fleet_id(request.lora_request)
+        self._use_one_grammar_library(request)
         self._admission.arrived(request.request_id, cut.prompt_tokens, arrived_s)
         try:
             await self._begin(request, cut, arrived_s)
@@ -226,6 +228,16 @@ class FleetClient(Failover):
                 failed.flow.record.finish_reason = "error"
             self._placer.finish(request.request_id, None, 1e3 * time.monotonic())
             raise
+
+    def _use_one_grammar_library(self, request: EngineCoreRequest) -> None:
+        """That of the first constrained request, as each engine does (v1/structured_output/__init__.py:138): by themselves two engines may
+        keep to different ones, and one library does not go on where the other has stopped."""
+        outputs = request.sampling_params and request.sampling_params.structured_outputs
+        if outputs is None or outputs._backend is None:
+            return
+        if self._grammar_library is None:
+            self._grammar_library = outputs._backend
+        outputs._backend = self._grammar_library
 
     def _facts(self, request: EngineCoreRequest, cut: CutRequest, *, may_cut: bool) -> RequestFacts:
         model = self._reference.description.model

@@ -43,6 +43,7 @@ from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
 from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
+from vllm_plugin.read_by_server import options_of
 from vllm_plugin.requests import check_request_id
 
 DESCRIPTION = """\
@@ -171,7 +172,8 @@ def _fit(args: argparse.Namespace, config: FrontendConfig) -> None:
     longest = min(instance.description.max_model_len for instance in config.instances)
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(f"--max-model-len {args.max_model_len} is more than the instances' {longest}")
-    args.max_model_len = args.max_model_len or longest
+    # vLLM's -1 ("auto") is what the engine's memory has room for: the instances have seen to that.
+    args.max_model_len = longest if args.max_model_len in (None, -1) else args.max_model_len
     args.served_model_name = args.served_model_name or config.instances[0].description.served_model_names
     args.mm_processor_cache_gb = 0  # an instance keeps what it was sent, and the next turn may go to another one
 
@@ -194,6 +196,7 @@ async def _serve(args: argparse.Namespace, client: FleetClient, config: Frontend
     listen_address, sock = setup_server(args, reuse_port=False)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    fleet.check_read_by_server(options_of(vllm_config), config.instances)
     fleet.check_reasoning_parser(vllm_config.structured_outputs_config.reasoning_parser or None, config.instances)
     llm = FleetLLM.from_vllm_config(
         vllm_config,

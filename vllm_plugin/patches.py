@@ -133,8 +133,10 @@ def turn_on(args: argparse.Namespace) -> None:
     for flag in _ONE_ONLY:
         if (value := getattr(args, flag, None) or 1) > 1:
             raise ConfigError(f"--{flag.replace('_', '-')} {value} is not supported with --plugin dynaserve; use 1")
-    for flag in ("enable_scale_out", "tokens_only"):  # their route takes `SamplingParams.extra_args` from clients, and with it our plans
-        if getattr(args, flag, False):
+    # The route of the first two takes `SamplingParams.extra_args` from clients, and with it our plans. The next would put its own connector
+    # in the place of ours (config/vllm.py:1099), and the last asks a beta's worker for what only the alpha has computed.
+    for flag in ("enable_scale_out", "tokens_only", "kv_offloading_size", "enable_return_routed_experts"):
+        if getattr(args, flag, None):
             raise ConfigError(f"--{flag.replace('_', '-')} is not supported with --plugin dynaserve")
     if getattr(args, "disable_log_stats", False):  # its statistics carry what instances tell of their load and steps
         raise ConfigError("--disable-log-stats is not supported with --plugin dynaserve: front-ends would hear nothing of its load")
