@@ -3,9 +3,9 @@
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. First all requests of a run are sent at
 once: half of the rate at which they are answered is that of all runs, unless --rate is given. Another run teaches the instances their
 profile. The simulator then gets the profile that the first one had learnt by its end, the errors of both instances' predictions
-meanwhile, how long hand-overs took beside steps, and the very same requests at the same times; a rate of either search is judged by one
-run of them. It has no front-end and no client, which share the cores of the real one. Hand-overs are timed under disaggregation, where
-beta's own first step is one of decodes.
+meanwhile, how long hand-overs took beside steps, and the very same requests at the same times. A rate of the search for its capacity is
+judged by two runs, of which the second is made on the real one only where the first leaves it open. It has no front-end and no client,
+which share the cores of the real one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
 seen, and from `max_tokens`, which is the exact length, too.
 """
@@ -49,6 +49,8 @@ POLICIES = ("colocated", DISAGGREGATED, "dynamic")
 WITHIN = 0.15
 SHARE = 0.5
 LEAST_HAND_OFF_MS = 0.1
+SEARCH = ("--repetitions", "1", "--most-runs", "2")
+"""For a capacity, real or simulated."""
 MOST_STEP_TOKENS = 2048
 MOST_RUNNING = 128
 START_TIMEOUT_S = 900.0
@@ -200,9 +202,7 @@ def figures_of(summary: Mapping[str, Any]) -> Figures:
 
 
 def _with_capacity(real: Figures, load: Load, url: str, output: Path) -> Figures:
-    # One run decides about a rate, as in the simulator: a second one, where the first leaves it open, would be of requests that it has not.
-    search = ("--repetitions", "1", "--most-runs", "1")
-    command = ["capacity", "--url", url, *load.shared(), *search, *LAG_LIMIT, "--output", str(output)]
+    command = ["capacity", "--url", url, *load.shared(), *SEARCH, *LAG_LIMIT, "--output", str(output)]
     return replace(real, capacity_per_s=_bench(command, output)["capacity_per_s"] or 0.0)
 
 
@@ -253,7 +253,7 @@ def _simulate(load: Load, policy: str, profile: Path, timing: Timing) -> Figures
     limits = ("--chunk", str(MOST_STEP_TOKENS), "--max-running", str(MOST_RUNNING), "--kv-tokens", str(kv_tokens(fast_dtype())))
     arguments = [*fleet, *timing.arguments(), *limits, *load.shared()]
     found = simulate.one_run(arguments).summary
-    capacity = simulate.capacities([*arguments, "--repetitions", "1"])[0] or 0.0 if load.searches else None
+    capacity = simulate.capacities([*arguments, *SEARCH])[0] or 0.0 if load.searches else None
     ttft = math.nan if found.ttft_ms is None else found.ttft_ms.p50
     return Figures(found.goodput_tokens_per_s, found.tbt_ms.p50 or math.nan, found.tbt_ms.p99 or math.nan, ttft, capacity)
 

@@ -27,7 +27,7 @@ def toy(name: str, _slo_ms: float, _logs: Path) -> System:
     @contextmanager
     def start() -> Iterator[Running]:
         with running_server() as server:
-            server.act = Act(slots=4, delay_s=0.02 if name == "dynamic" else 0.002)
+            server.act = Act(slots=4, delay_s=0.1 if name == "dynamic" else 0.002)
             yield Running((server.url,))
 
     return System(name, start=start)

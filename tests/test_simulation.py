@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaserve.bench import latency_tables, simulate, simulated
+from dynaserve.bench import latency_tables, simulate, simulated, trial
 from dynaserve.bench.capacity import SEARCH_OPTIONS
 from dynaserve.bench.measures import Slo
 from dynaserve.errors import ConfigError
@@ -510,6 +510,24 @@ def test_a_capacity_is_searched(tmp_path: Path) -> None:
     assert found["at_least"] == [False, False]
 
 
+def test_runs_of_one_rate_are_judged_together() -> None:
+    few, many = (simulate.one_run([*SAMPLE[:-3], rate, "--requests", number]) for rate, number in (("100", "5"), ("1", "300")))
+    assert few.summary.tbt_ms.p99 is not None
+    assert many.summary.tbt_ms.p99 is not None
+    slo = Slo(tbt_ms=0.5 * (few.summary.tbt_ms.p99 + many.summary.tbt_ms.p99))
+    both = [(run.requests, run.result) for run in (few, many)]
+    assert few.summary.tbt_ms.p99 > slo.tbt_ms > many.summary.tbt_ms.p99
+    assert (simulated.why_not_sustained(both[:1], slo) or "").startswith("P99 TBT")
+    assert simulated.why_not_sustained(both[1:], slo) is None
+    assert simulated.why_not_sustained(both, slo) is None, "late are few of all gaps"
+
+    searched = (*SAMPLE, "--batching", "slo", "--repetitions", "1", "--resolution", "0.02")
+    (of_one,), (of_three,) = simulate.capacities(searched), simulate.capacities((*searched, "--most-runs", "3"))
+    assert of_one != of_three
+    others = [simulate.capacities((*searched, "--seed", str(seed)))[0] or 0.0 for seed in trial.seeds(1, 3)]
+    assert min(others) <= (of_three or 0.0) <= max(others)
+
+
 def test_a_rate_above_which_none_was_tried_is_told_as_the_least_and_is_no_capacity_of_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -605,7 +623,7 @@ def test_a_grid_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (("--kv-tokens", "4000", "--workload", "fixed:5000,10", "--policy", "fixed:0.5"), "5000 tokens never fits into 4000 tokens"),
         (("--roofline", "0,0,1,0,1,0"), "by this table one token of prefill takes no time"),
         (("--seed", "18446744073709551616"), "argument --seed: '18446744073709551616' is more than 18446744073709551615"),
-        (("--capacity", "--seed", "18446744073709551614"), "--seed 18446744073709551614 with 3 --repetitions goes beyond"),
+        (("--capacity", "--seed", "18446744073709551614"), "--seed 18446744073709551614 with 3 --repetitions of 1 --most-runs goes beyond"),
         (("--instances", "9" * 20), f"argument --instances: '{'9' * 20}' is more than 9223372036854775807"),
         *[
             ((option, "1099511627777"), f"argument {option}: '1099511627777' is more than 1099511627776")

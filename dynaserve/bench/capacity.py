@@ -27,8 +27,8 @@ REPETITIONS, RESOLUTION = 3, 0.05
 LEAST_RESOLUTION = 1e-4
 MOST_RUNS = 2
 """Of one rate, unless more are asked for."""
-SEARCH_OPTIONS = ("--repetitions", "--resolution", "--least-rate", "--most-rate")
-"""What `add_search` adds where one run decides about a rate."""
+SEARCH_OPTIONS = ("--repetitions", "--resolution", "--most-runs", "--least-rate", "--most-rate")
+"""What `add_search` adds."""
 ANSWERS_IN_A_RUN = 3
 """How many times the median of its requests' end-to-end times a run takes: in a shorter one decodes have hardly gathered when it ends."""
 EXAMPLE = """\
@@ -128,27 +128,24 @@ def _repetitions(arguments: Sequence[str], opts: ReplayOptions, searching: Searc
     return found
 
 
-def add_search(group: Any, *, with_runs: bool = True) -> None:
-    """with_runs False: one run decides about a rate. What is not given is None until `search_options`."""
+def add_search(group: Any, *, measured: bool = True) -> None:
+    """measured False: simulated. What is not given is None until `search_options`."""
     group.add_argument("--repetitions", type=options.whole(1), metavar="N", help=f"searches, each of another seed (default: {REPETITIONS})")
     group.add_argument(
         "--resolution", type=options.positive, metavar="X", help=f"lowest failed / highest passed - 1 (default: {RESOLUTION:g})"
     )
-    group.set_defaults(most_runs=1)
-    if with_runs:
-        group.add_argument(
-            "--most-runs",
-            type=options.whole(1),
-            default=MOST_RUNS,
-            metavar="N",
-            help="of one rate, while they leave it open (default: %(default)s)",
-        )
+    group.add_argument(
+        "--most-runs",
+        type=options.whole(1),
+        metavar="N",
+        help=f"of one rate, while they leave it open (default: {MOST_RUNS})" if measured else "of one rate, judged together (default: 1)",
+    )
     group.add_argument("--least-rate", type=options.positive, metavar="R", help="lowest rate tried (default: --rate / 64)")
     group.add_argument("--most-rate", type=options.positive, metavar="R", help="highest rate tried (default: --rate x 64)")
 
 
-def search_options(args: argparse.Namespace) -> SearchOptions:
-    """Raises ConfigError."""
+def search_options(args: argparse.Namespace, most_runs: int = MOST_RUNS) -> SearchOptions:
+    """most_runs: unless others are asked for. Raises ConfigError."""
     if args.rate is None:
         raise ConfigError("--rate is needed: the first rate that is tried, near the expected capacity")
     least, most = args.least_rate or args.rate / 64, args.most_rate or args.rate * 64
@@ -157,7 +154,7 @@ def search_options(args: argparse.Namespace) -> SearchOptions:
     resolution = args.resolution or RESOLUTION
     if resolution < LEAST_RESOLUTION:
         raise ConfigError(f"--resolution {resolution:g} is finer than {LEAST_RESOLUTION:g}, below which no run tells two rates apart")
-    return SearchOptions(args.rate, least, most, resolution, args.repetitions or REPETITIONS, args.most_runs)
+    return SearchOptions(args.rate, least, most, resolution, args.repetitions or REPETITIONS, args.most_runs or most_runs)
 
 
 def drawn_options(args: argparse.Namespace) -> ReplayOptions:

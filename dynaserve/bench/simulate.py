@@ -15,7 +15,18 @@ import numpy as np
 from rich.console import Console
 
 from dynaserve import latency_profile
-from dynaserve.bench import expected_lengths, latency_tables, options, replay, report, search, simulate_options, simulated, simulated_policy
+from dynaserve.bench import (
+    expected_lengths,
+    latency_tables,
+    options,
+    replay,
+    report,
+    search,
+    simulate_options,
+    simulated,
+    simulated_policy,
+    trial,
+)
 from dynaserve.bench.capacity import drawn_options, middle_rate, search_options
 from dynaserve.bench.exit_status import NOTHING_TO_REPORT, status_of
 from dynaserve.bench.options import ReplayOptions
@@ -115,9 +126,9 @@ def one_run(arguments: Sequence[str]) -> SimulatedRun:
     return SimulatedRun(requests, result, simulated.summarize(requests, result, opts.slo, fleet.kv_tokens, fleet.model))
 
 
-def play(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> SimulatedSummary:
-    """One run, with the workload, the rate and the seed of the options, and at least so many requests. Raises ConfigError."""
-    requests, result = _simulate(fleet, opts, fewest)
+def play(fleet: Fleet, opts: ReplayOptions) -> SimulatedSummary:
+    """One run, with the workload, the rate and the seed of the options. Raises ConfigError."""
+    requests, result = _simulate(fleet, opts)
     return simulated.summarize(requests, result, opts.slo, fleet.kv_tokens, fleet.model)
 
 
@@ -152,16 +163,19 @@ def _simulate(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> tuple[list[
 
 
 def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[search.Found]:
-    searching, base = search_options(args), drawn_options(args)
-    if base.seed + searching.repetitions - 1 > options.MOST_SEED:
-        raise ConfigError(f"--seed {base.seed} with {searching.repetitions} --repetitions goes beyond {options.MOST_SEED}, the last seed")
+    searching, base = search_options(args, most_runs=1), drawn_options(args)
+    if trial.seeds(base.seed + searching.repetitions - 1, searching.most_runs)[-1] > options.MOST_SEED:
+        more = f"{searching.repetitions} --repetitions of {searching.most_runs} --most-runs"
+        raise ConfigError(f"--seed {base.seed} with {more} goes beyond {options.MOST_SEED}, the last seed")
     found = []
     for number in range(searching.repetitions):
         opts = replace(base, seed=base.seed + number)
 
         def passes(rate_per_s: float, opts: ReplayOptions = opts) -> bool:
             # A rate at which nobody comes in the duration of a run is judged by its first request.
-            reason = play(fleet, replace(opts, rate_per_s=rate_per_s), fewest=1).not_sustained
+            at_rate = replace(opts, rate_per_s=rate_per_s)
+            runs = [_simulate(fleet, replace(at_rate, seed=seed), fewest=1) for seed in trial.seeds(opts.seed, searching.most_runs)]
+            reason = simulated.why_not_sustained(runs, opts.slo)
             print(f"seed {opts.seed}  {rate_per_s:8.4g} requests/s  {reason or 'passed'}", file=sys.stderr)
             return reason is None
 

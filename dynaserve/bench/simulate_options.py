@@ -97,7 +97,7 @@ def _parser() -> options.Parser:
     group.add_argument("--output", type=Path, metavar="FILE", help="the figures as JSON")
     searching = parser.add_argument_group("search")
     searching.add_argument("--capacity", action="store_true", help="search the highest sustained rate")
-    add_search(searching, with_runs=False)
+    add_search(searching, measured=False)
     return parser
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dynaserve.bench.growth import growth
+from dynaserve.bench.growth import Series, growth
 from dynaserve.bench.measures import Distribution, Slo
 from dynaserve.bench.verdict import WAITS, queue_told
 from dynaserve.simulation import InstanceUse, SimulationResult, gap_bin_ms
@@ -85,10 +85,6 @@ def summarize(
     gaps = gap_percentiles(result.gap_counts)
     late_first = 0 if slo.ttft_ms is None else int(np.count_nonzero(ttft > slo.ttft_ms))
     span_s = float(arrived[-1] - arrived[0]) / 1e3
-    # An answer of one token has no gap.
-    gap_of = [index for index, request in enumerate(requests) if request.output_tokens > 1]
-    longest_gaps = np.array([outcomes[index].longest_gap_ms for index in gap_of])
-    reason = _why_not({WAITS["ttft_ms"]: (arrived, ttft), WAITS["longest_gap_ms"]: (arrived[gap_of], longest_gaps)}, gaps, slo)
     return SimulatedSummary(
         requests=len(requests),
         duration_s=duration_s,
@@ -107,7 +103,7 @@ def summarize(
         busy=[use.busy_ms / duration_s / 1e3 for use in result.uses],
         kv_share=[use.kv_token_ms / use.busy_ms / kv_tokens if use.busy_ms else 0.0 for use in result.uses],
         mfu=None if model is None else [model.mfu(use, duration_s) for use in result.uses],
-        not_sustained=reason,
+        not_sustained=why_not_sustained([(requests, result)], slo),
     )
 
 
@@ -121,17 +117,27 @@ def gap_percentiles(counts: Sequence[int]) -> Gaps:
     return Gaps(total, *((gap_bin_ms(bin_) + gap_bin_ms(bin_ + 1)) / 2 for bin_ in bins))
 
 
-_Array = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-
-def _why_not(waits: Mapping[str, tuple[_Array, _Array]], gaps: Gaps, slo: Slo) -> str | None:
-    """waits: by name when requests arrived and how long they waited, in ms."""
+def why_not_sustained(runs: Sequence[tuple[Sequence[TraceRequest], SimulationResult]], slo: Slo) -> str | None:
+    """As `verdict.judged` of one or more runs at the same rate, together: requests with arrival times, and what became of them."""
+    gaps = gap_percentiles(np.sum([result.gap_counts for _, result in runs], axis=0).tolist())
     if gaps.p99 is not None and gaps.p99 > slo.tbt_ms:
         return f"P99 TBT {gaps.p99:.1f} ms"
-    if slo.ttft_ms is not None and (p99 := float(np.percentile(waits[WAITS["ttft_ms"]][1], 99))) > slo.ttft_ms:
+    first_tokens = [_first_tokens(*run) for run in runs]
+    if slo.ttft_ms is not None and (p99 := float(np.percentile(np.concatenate([ms for _, ms in first_tokens]), 99))) > slo.ttft_ms:
         return f"P99 TTFT {p99:.1f} ms"
-    for name, (arrived_ms, values_ms) in waits.items():
-        line = growth([((arrived_ms / 1e3).tolist(), values_ms.tolist())])
-        if line is not None and (told := queue_told(name, line)) is not None:
+    for name, waits in (("ttft_ms", first_tokens), ("longest_gap_ms", [_longest_gaps(*run) for run in runs])):
+        line = growth(waits)
+        if line is not None and (told := queue_told(WAITS[name], line)) is not None:
             return told
     return None
+
+
+def _first_tokens(requests: Sequence[TraceRequest], result: SimulationResult) -> Series:
+    arrived_s = [request.arrived_at_s or 0.0 for request in requests]
+    return arrived_s, [one.first_token_ms - 1e3 * at_s for one, at_s in zip(result.outcomes, arrived_s, strict=True)]
+
+
+def _longest_gaps(requests: Sequence[TraceRequest], result: SimulationResult) -> Series:
+    """An answer of one token has none."""
+    pairs = [(request, one) for request, one in zip(requests, result.outcomes, strict=True) if request.output_tokens > 1]
+    return [request.arrived_at_s or 0.0 for request, _ in pairs], [one.longest_gap_ms for _, one in pairs]

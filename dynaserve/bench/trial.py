@@ -62,7 +62,7 @@ def run(
     """
     opts = replace(opts, rate_per_s=rate_per_s)
     # At a low rate nothing may arrive in the duration: the first request decides then.
-    plans = [replay.plan_requests(replace(opts, seed=seed + number * _NEXT_SEED), fewest=1) for number in range(most_runs)]
+    plans = [replay.plan_requests(replace(opts, seed=one), fewest=1) for one in seeds(seed, most_runs)]
     gaps = sum(request.output_tokens - 1 for requests in plans for request in requests)
     cause, done = LostCause(gaps, opts.slo), list[_Done]()
     for requests in plans:
@@ -76,6 +76,11 @@ def run(
     promising_per_s = None if verdict.reason is None else rate_per_s * verdict.promising_share
     told = [one.summary for one in others]
     return Trial(rate_per_s, seed, first.model, first.summary, verdict.reason, first.records, first.front_cores, promising_per_s, told)
+
+
+def seeds(seed: int, runs: int) -> list[int]:
+    """Of the runs that decide about a rate together."""
+    return [seed + number * _NEXT_SEED for number in range(runs)]
 
 
 def saturation(opts: ReplayOptions, seed: int) -> float:
