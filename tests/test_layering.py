@@ -34,13 +34,13 @@ _DOORS_TO_CORE = [
 
 
 def imports_of(path: Path) -> set[str]:
-    """Full names of the modules that a file imports, wherever in it."""
+    """Full names of the modules that a file imports, wherever in it, and of what it takes from them, which may be modules as well."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-            names.add(node.module)
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 

@@ -7,6 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynaserve.instance_link import LOOK_S, MOST_UNANSWERED
 from dynaserve.liveness import Changed, FleetLiveness, Health, Limits
 from dynaserve.messages import Pulse
 
@@ -44,6 +45,13 @@ class Observer:
     @property
     def health(self) -> Health:
         return self.liveness.health("a")
+
+
+def test_what_is_silent_is_lost_as_soon_as_the_documents_say() -> None:
+    """README.md, docs/failures.md."""
+    assert LOOK_S * MOST_UNANSWERED == 1.5
+    assert (LIMITS.suspect_s, LIMITS.dead_s, LIMITS.longest_s, LIMITS.hung_s, LIMITS.stuck_s) == (0.8, 1.4, 6.0, 10.0, 60.0)
+    assert LOOK_S * MOST_UNANSWERED + LIMITS.tick_s < 2.0
 
 
 def test_an_api_process_that_hangs_is_suspect_soon_and_dead_in_the_end() -> None:

@@ -13,7 +13,7 @@ import pytest
 from dynaserve import fleet, length_predictor
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance, must_tell_steps, profile_check, profile_key, should_tell_steps
-from dynaserve.global_scheduler import GlobalScheduler, Options, PlacementReason, Policy, parse_policy
+from dynaserve.global_scheduler import GlobalScheduler, Options, Placement, PlacementReason, Policy, RequestSpec, Slo, parse_policy
 from dynaserve.latency_profile import ProfileKey, save
 from dynaserve.length_predictor import LengthPredictor, LengthQuery
 from dynaserve.live_profile import KNOWN_STEPS
@@ -84,6 +84,29 @@ def test_a_policy_that_predicts_works_with_the_expected_length() -> None:
     decision = placed(placer_of(Policy.dynamic), facts())
     assert decision.placement.reason is PlacementReason.whole_is_best
     assert decision.placement.alpha.end_token == 500 + 30 + 20 - 1
+
+
+def test_a_request_is_placed_by_its_own_slos_and_otherwise_by_those_of_the_fleet() -> None:
+    class Told:
+        """Keeps what a scheduler is asked to place."""
+
+        def __init__(self, scheduler: GlobalScheduler) -> None:
+            self._scheduler = scheduler
+            self.slos: list[Slo] = []
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._scheduler, name)
+
+        def place(self, spec: RequestSpec, now_ms: float) -> Placement | None:
+            self.slos.append(spec.slo)
+            return self._scheduler.place(spec, now_ms)
+
+    placer = placer_of(Policy.dynamic)
+    told: Any = Told(placer.scheduler)
+    placer.scheduler = told
+    placed(placer, facts())
+    placed(placer, replace(facts("own"), tbt_ms=30.0, ttft_ms=700.0))
+    assert [(slo.tbt_ms, slo.ttft_ms) for slo in told.slos] == [(placer.tbt_slo_ms, placer.ttft_slo_ms), (30.0, 700.0)]
 
 
 def test_the_end_of_a_request_is_expected_after_its_first_token() -> None:

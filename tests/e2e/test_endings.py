@@ -75,8 +75,11 @@ def test_end_of_sequence_before_the_cut(fleet: FleetUnderTest, split: int) -> No
 
 
 def test_many_requests_at_once(fleet: FleetUnderTest) -> None:
-    """More streams than fit into one batch, opened together, closed at different tokens."""
+    """Streams that are all open before the first is closed, at different tokens."""
     streams = [fleet.stream(fleet.body(prompt_of(150, seed=i), split=100 + 8 * i, max_tokens=1500)) for i in range(12)]
+    for stream in streams:
+        fleet.read(stream, 1)  # only now it is asked for
+    assert sum(state["requests"] for state in fleet.held()) >= len(streams)
     for i, stream in enumerate(streams):
         fleet.read(stream, 1 + i)
         stream.close()

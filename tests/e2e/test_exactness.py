@@ -137,3 +137,12 @@ def test_n_answers_are_cut_one_by_one(fleet: FleetUnderTest) -> None:
     assert len({tuple(choice["token_ids"]) for choice in cut["choices"]}) == 3, "three seeds give three answers"
     sequences = fleet.frontend.get(f"/dynaserve/requests/{cut['id']}").json()["sequences"]
     assert [sequence["split_token"] for sequence in sequences] == [60, 60, 60]
+
+
+def test_kv_of_a_request_that_asks_for_it_leaves_when_its_first_half_is_done(fleet: FleetUnderTest) -> None:
+    """Of a prompt of several steps, most of which leaves while it is computed otherwise."""
+    xargs = {"dynaserve_split": 900, "dynaserve_chunked": 0}
+    answer = fleet.complete(prompt_of(1000, seed=77), max_tokens=4, vllm_xargs=xargs)
+    kv = fleet.record(answer)["kv"]
+    assert kv["bytes"] > 0
+    assert kv["bytes_before_alpha_end"] == 0

@@ -153,3 +153,14 @@ def test_vllm_bench_serve_runs_without_an_error(fleet: FleetUnderTest, tmp_path:
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (200, 0)
     fleet.wait_until_empty()
+
+
+def test_where_keys_are_asked_for_nothing_is_answered_without_one(fleet: FleetUnderTest, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of clients\nsecret\n")
+    keys.chmod(0o600)
+    with fleet.another_frontend(tmp_path, "--api-key-file", str(keys)) as guarded:
+        body = guarded.body(prompt_of(20), max_tokens=2)
+        for headers, status in (({}, 401), ({"Authorization": "Bearer another"}, 401), ({"Authorization": "Bearer secret"}, 200)):
+            assert guarded.frontend.post("/v1/completions", json=body, headers=headers).status_code == status
+            assert guarded.frontend.get("/dynaserve/fleet", headers=headers).status_code == status
