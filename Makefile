@@ -78,7 +78,7 @@ bench-overload: runtime ## three times as many requests as the fleet can serve; 
 bench-endurance: runtime ## memory, files and sockets of a fleet that serves for half an hour; ARGS="--rate R ..." options
 	$(BIN)/python -m benchmarks.endurance $(ARGS)
 
-bench-fidelity: runtime ## two real instances against the simulator with their latencies; QUICK=1 takes ten minutes, ARGS=... options
+bench-fidelity: runtime ## two real instances against the simulator with their latencies, an hour or more; QUICK=1 takes a quarter of it, ARGS=... options
 	$(BIN)/python -m benchmarks.fidelity $(if $(QUICK),--quick) $(ARGS)
 
 bench-decide: dev ## what the local scheduler adds to a step, in microseconds

@@ -3,9 +3,9 @@
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. First all requests of a run are sent at
 once: half of the rate at which they are answered is that of all runs, unless --rate is given. Another run teaches the instances their
 profile. The simulator then gets the profile that the first one had learnt by its end, the errors of both instances' predictions
-meanwhile, how long hand-overs took beside steps, and the very same requests at the same times. A rate of the search for its capacity is
-judged by two runs, of which the second is made on the real one only where the first leaves it open. It has no front-end and no client,
-which share the cores of the real one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
+meanwhile, how long hand-overs took beside steps, and the very same requests at the same times; one run of them decides about a rate of
+the search for a capacity, here and there. It has no front-end and no client, which share the cores of the real one. Hand-overs are timed
+under disaggregation, where beta's own first step is one of decodes.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
 seen, and from `max_tokens`, which is the exact length, too.
 """
@@ -49,8 +49,9 @@ POLICIES = ("colocated", DISAGGREGATED, "dynamic")
 WITHIN = 0.15
 SHARE = 0.5
 LEAST_HAND_OFF_MS = 0.1
-SEARCH = ("--repetitions", "1", "--most-runs", "2")
-"""For a capacity, real or simulated."""
+SEARCH = ("--repetitions", "1", "--most-runs", "1")
+"""For a capacity, real or simulated: other runs would be of other requests, and the real search makes them only where the first leaves a
+rate open."""
 MOST_STEP_TOKENS = 2048
 MOST_RUNNING = 128
 START_TIMEOUT_S = 900.0
@@ -283,13 +284,13 @@ def _write(path: Path, table: Sequence[tuple[str, Figures, Figures]]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("fidelity", __doc__, "--quick --rate 1.5 --output build/bench-fidelity")
-    parser.add_argument("--quick", action="store_true", help="some ten minutes: without the searches for capacities")
+    parser.add_argument("--quick", action="store_true", help="some twenty minutes: without the searches for capacities")
     requests = "requests, as for dynaserve simulate (default: %(default)s)"
     parser.add_argument("--trace", type=words, default="--workload sample --drawn", metavar="ARGS", help=requests)
     parser.add_argument(
         "--rate", type=positive, metavar="R", help=f"requests per second (default: {SHARE:g} of those answered when all come at once)"
     )
-    parser.add_argument("--duration-s", type=positive, default=60.0, metavar="T", help="of a run (default: %(default)s)")
+    parser.add_argument("--duration-s", type=positive, default=120.0, metavar="T", help="of a run (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=1, metavar="N", help="of the requests and their arrivals (default: %(default)s)")
     parser.add_argument("--tbt-slo-ms", type=positive, default=100.0, metavar="MS", help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("build/bench-fidelity"), metavar="DIR", help="raw data (default: %(default)s)")
