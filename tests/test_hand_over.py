@@ -507,6 +507,7 @@ def test_a_request_whose_grammar_rejects_the_tokens_of_another_instance_ends_wit
     request.structured_output_request = SimpleNamespace(grammar=object())
     monkeypatch.setattr(scheduler.structured_output_manager, "accept_tokens", lambda *_: False)
     scheduler._accept_outputs(request, scheduler.micro.by_id["w"])
+    monkeypatch.undo()  # what is sampled here is not what is rejected
     request.structured_output_request = None  # nothing here can compile one
     instance.step()
     assert request.status == RequestStatus.FINISHED_ERROR
