@@ -28,6 +28,8 @@ _MUST_BE_EQUAL = ("model", "vllm_version", "dtype", "block_size", "tensor_parall
 _NOT_TOLD_BY_STOCK = ("vllm_version", "dtype", "device", "parallelism", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens")
 """Of the version: what names the build."""
 
+_NEEDED_BY_BOTH = ("--watermark-config",)
+
 RECENT_STEPS = 32
 ALLOW_STOCK_OPTION = "--allow-stock"
 
@@ -208,13 +210,14 @@ def check_reasoning_parser(parser: str | None, instances: Sequence[Instance]) ->
             raise ConfigError(f"{parsers}: give both the same --reasoning-parser")
 
 
-def check_read_by_server(ours: Mapping[str, str], instances: Sequence[Instance]) -> None:
-    """Raises ConfigError if an instance was started with other options than this front-end, of those that act here: they would do
-    nothing."""
+def check_read_by_server(ours: Mapping[str, str], usual: Mapping[str, str], instances: Sequence[Instance]) -> None:
+    """Raises ConfigError if an instance was started with an option that acts here, and this front-end was not: it would do nothing. usual:
+    the values of those that are not given. A front-end that is given one goes by it, but for what needs both."""
     for instance in instances:
         theirs = instance.description.read_by_server
         for option, value in ours.items():
-            if not instance.description.stock and (its := theirs.get(option)) != value:
+            is_lost = value == usual[option] or option in _NEEDED_BY_BOTH
+            if not instance.description.stock and is_lost and (its := theirs.get(option)) != value:
                 raise ConfigError(f"instance {instance.instance_id} has {option} {its}, this front-end {value}: give both the same")
 
 

@@ -52,13 +52,16 @@ def test_a_front_end_has_the_reasoning_parser_of_its_instances(its: str | None, 
         check_reasoning_parser(ours, [instance])
 
 
-def test_what_a_server_reads_of_its_engine_s_options_is_the_same_for_a_front_end_and_its_instances() -> None:
-    ours = {"--max-logprobs": "20", "--generation-config": '"auto"'}
-    instances = [Instance("http://b", describe(read_by_server=ours)), Instance("http://c", describe(stock=True))]
-    check_read_by_server(ours, instances)
-    instances.append(Instance("http://d", describe(read_by_server=ours | {"--max-logprobs": "50"})))
+def test_an_option_that_only_the_server_reads_is_not_lost_where_instances_have_it_and_the_front_end_does_not() -> None:
+    usual = {"--max-logprobs": "20", "--generation-config": '"auto"', "--watermark-config": "false"}
+    instances = [Instance("http://b", describe(read_by_server=usual)), Instance("http://c", describe(stock=True))]
+    check_read_by_server(usual, usual, instances)
+    check_read_by_server(usual | {"--max-logprobs": "50"}, usual, instances)  # the front-end's own counts
+    with pytest.raises(ConfigError, match=r"^instance http://b has --watermark-config false, this front-end true: give both the same$"):
+        check_read_by_server(usual | {"--watermark-config": "true"}, usual, instances)
+    instances.append(Instance("http://d", describe(read_by_server=usual | {"--max-logprobs": "50"})))
     with pytest.raises(ConfigError, match=r"^instance http://d has --max-logprobs 50, this front-end 20: give both the same$"):
-        check_read_by_server(ours, instances)
+        check_read_by_server(usual, usual, instances)
     with pytest.raises(ConfigError, match=r"read_by_server differs: http://b has .*, http://d has "):
         check(instances[2], instances[0])
 

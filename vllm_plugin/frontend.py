@@ -43,7 +43,7 @@ from dynaserve.serve import FrontendConfig, add_arguments
 from vllm_plugin import patches
 from vllm_plugin.fleet_client import FleetClient
 from vllm_plugin.frontend_routes import FrontendEndpoint, choose_host
-from vllm_plugin.read_by_server import options_of
+from vllm_plugin.read_by_server import options_of, usual_options
 from vllm_plugin.requests import check_request_id
 
 DESCRIPTION = """\
@@ -196,7 +196,7 @@ async def _serve(args: argparse.Namespace, client: FleetClient, config: Frontend
     listen_address, sock = setup_server(args, reuse_port=False)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    fleet.check_read_by_server(options_of(vllm_config), config.instances)
+    fleet.check_read_by_server(options_of(vllm_config), usual_options(), config.instances)
     fleet.check_reasoning_parser(vllm_config.structured_outputs_config.reasoning_parser or None, config.instances)
     llm = FleetLLM.from_vllm_config(
         vllm_config,
