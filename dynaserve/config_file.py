@@ -37,7 +37,7 @@ def expand(argv: Sequence[str]) -> list[str]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{OPTION} {path} cannot be read: {error}") from error
     if any(word.partition("=")[0] in _FLEET for word in rest):  # one of them only may be given
-        values = {name: value for name, value in values.items() if f"--{name.replace('_', '-')}" not in _FLEET}
+        values = {name: value for name, value in values.items() if _flag(name) not in _FLEET}
     model = values.pop("model", None)
     # The model is vLLM's positional argument: behind an option with several values it would be taken for one of them.
     first, rest = _split_model(rest)
@@ -76,8 +76,12 @@ def _split_model(argv: list[str]) -> tuple[list[str], list[str]]:
     return (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _option(path: Path, name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
+    flag = _flag(name)
     match value:
         case True:
             return [flag]

@@ -133,7 +133,6 @@ class FleetLinks:
         except (ConfigError, OSError):
             raise
         except Exception as error:  # what answers there must not end the front-end for all
-            logger.exception("instance %s cannot be understood", url)
             raise ConfigError(f"instance {url} answers what cannot be read: {error!r}") from error
         return Instance(url, description)
 

@@ -49,3 +49,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if os.environ.get(f"DYNASERVE_REQUIRE_{name.upper()}") == "1":
                 pytest.fail(reason)
             pytest.skip(reason)
+
+
+@pytest.fixture
+def unreachable_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names a proxy behind which nothing is."""
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)

@@ -266,11 +266,8 @@ def test_a_server_that_does_not_answer_is_refused(bench: Bench) -> None:
     assert list(bench.output.parent.iterdir()) == [], "no empty file is left"
 
 
-def test_a_server_is_measured_without_the_proxy_of_the_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("unreachable_proxy")
+def test_a_server_is_measured_without_the_proxy_of_the_environment(bench: Bench) -> None:
     run = bench.replay()
     assert run.status == 0, run.stderr
 

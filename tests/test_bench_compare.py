@@ -116,11 +116,8 @@ def test_a_system_that_asks_for_a_key_has_started(status: int) -> None:
         pass
 
 
-def test_a_system_is_asked_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("unreachable_proxy")
+def test_a_system_is_asked_without_the_proxy_of_the_environment() -> None:
     with (
         running_server() as server,
         pytest.raises(ConfigError, match="something answers at"),

@@ -108,11 +108,8 @@ def test_a_front_end_that_wants_a_key_is_asked_with_it(tmp_path: Path) -> None:
         assert [level for level, _ in levels(url, key_file)] == ["ok", "ok"]
 
 
-def test_a_front_end_is_asked_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("unreachable_proxy")
+def test_a_front_end_is_asked_without_the_proxy_of_the_environment() -> None:
     with frontend(200, {"instances": {}}) as url:
         assert [level for level, _ in levels(url)] == ["ok"]
 

@@ -72,11 +72,8 @@ def test_an_address_that_is_none_is_refused_in_a_sentence(url: str) -> None:
         ask(url)
 
 
-def test_an_instance_is_asked_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("unreachable_proxy")
+def test_an_instance_is_asked_without_the_proxy_of_the_environment() -> None:
     with running_server() as server:
         with pytest.raises(ConfigError, match="is not a DynaServe instance"):
             ask(server.url)

@@ -106,6 +106,12 @@ class Fleet:
         outputs = EngineCoreOutputs(outputs=[EngineCoreOutput(wire_id, tokens, finish_reason=reason)])
         await self.gateways[name].say(Step([], None, time.monotonic()), MsgpackEncoder().encode(outputs))
 
+    def unavailable(self) -> list[tuple[str, int]]:
+        """Requests that are answered so from now on, and their status."""
+        told: list[tuple[str, int]] = []
+        self.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
+        return told
+
     async def output(self) -> EngineCoreOutput:
         async with asyncio.timeout(30):
             while not (outputs := (await self.client.get_output_async()).outputs):
@@ -286,10 +292,9 @@ def test_a_message_that_vllm_s_decoder_fails_at_is_dropped_and_its_instance_stay
 
 def test_a_request_without_any_instance_waits_and_is_then_unavailable() -> None:
     async def scenario(fleet: Fleet) -> None:
-        told: list[tuple[str, int]] = []
         counted = frontend_metrics.UNAVAILABLE.labels(503)
         before = counted._value.get()
-        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
+        told = fleet.unavailable()
         await fleet.start("r")
         for gateway in fleet.gateways.values():
             gateway.cut()
@@ -412,8 +417,7 @@ def test_all_constrained_requests_of_a_fleet_have_one_grammar_library() -> None:
 
 def test_a_request_that_runs_for_too_long_is_answered_504_and_aborted() -> None:
     async def scenario(fleet: Fleet) -> None:
-        told: list[tuple[str, int]] = []
-        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
+        told = fleet.unavailable()
         name = await fleet.start("r")
         (began,) = fleet.runs(name, "r")
         await until(lambda: told == [("r", 504)])
@@ -520,8 +524,7 @@ def test_vllm_is_told_how_busy_the_fleet_is() -> None:
 def test_a_request_that_has_lost_too_many_instances_is_not_given_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(fleet: Fleet) -> None:
         monkeypatch.setattr(failover, "MOST_LOST", 1)
-        told: list[tuple[str, int]] = []
-        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
+        told = fleet.unavailable()
         first = await fleet.start("r")
         (second,) = set(NAMES) - {first}
         fleet.gateways[first].cut()
@@ -905,8 +908,7 @@ def test_a_front_end_that_is_told_to_stop_lets_its_requests_finish_and_takes_no_
 
 def test_a_front_end_that_may_not_wait_ends_its_requests_and_says_goodbye() -> None:
     async def scenario(fleet: Fleet) -> None:
-        told: list[tuple[str, int]] = []
-        fleet.client.on_unavailable = lambda request_id, _, status: told.append((request_id, status))  # type: ignore[assignment,method-assign]
+        told = fleet.unavailable()
         name = await fleet.start("r")
         await asyncio.to_thread(fleet.client.shutdown, timeout=0)
         assert told == [("r", 503)]

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from dynaserve import latency_profile
+from dynaserve.command_lines import without_secrets
 from dynaserve.errors import ConfigError
 from dynaserve.latency_profile import ProfileKey
 from dynaserve.messages import MeasuredStep
@@ -140,7 +141,7 @@ def test_what_a_complete_sweep_has_measured_is_measured_anew(tmp_path: Path) -> 
 
 def test_a_token_that_opens_a_model_stands_in_no_profile() -> None:
     given = ["m", "--hf-token", "hf_x", "--hf_token=hf_y", "--dtype", "float32", "--hf-token"]
-    assert command.without_secrets(given) == ["m", "--hf-token", "***", "--hf_token=***", "--dtype", "float32", "--hf-token"]
+    assert without_secrets(given, command.SECRETS) == ["m", "--hf-token", "***", "--hf_token=***", "--dtype", "float32", "--hf-token"]
 
 
 def test_nothing_measured_is_no_profile() -> None:

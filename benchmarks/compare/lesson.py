@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import provenance
 from benchmarks.checkout import commit
+from benchmarks.compare.outcome import differences
 from dynaserve.errors import ConfigError
 
 
@@ -51,5 +52,5 @@ def why_not_of(profile: Path, lesson: Lesson) -> str | None:
     here = asdict(lesson)
     if lacking := [name for name in here.pop("workloads") if name not in there.get("workloads", ())]:
         return f"was learnt without {', '.join(lacking)}"
-    different = [f"{name}: {there.get(name)} there, {value} here" for name, value in here.items() if there.get(name) != value]
-    return f"was learnt otherwise, {'; '.join(different)}" if different else None
+    different = differences({name: there.get(name) for name in here}, here)
+    return f"was learnt otherwise, {different}" if different else None

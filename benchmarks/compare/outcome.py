@@ -97,14 +97,14 @@ def why_not_here(folder: Path, options: Mapping[str, Any], repetitions: int, mac
     results = _read(folder)
     if not any(system["turns"] for system in results.get("systems", {}).values()):
         return None
-    if differences := _differences(results["options"], options):
-        return f"holds a comparison with other options, {differences}"
-    if _first(results, repetitions) is None and (differences := _differences(results["machine"], machine)):
-        return f"holds turns of another machine, {differences}"
+    if different := differences(results["options"], options):
+        return f"holds a comparison with other options, {different}"
+    if _first(results, repetitions) is None and (different := differences(results["machine"], machine)):
+        return f"holds turns of another machine, {different}"
     return None
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     return "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in names)
 

@@ -65,8 +65,7 @@ class Comparison:
 
     def is_least(self, system: str) -> bool:
         """Whether in one of its searches even the highest rate that was tried passed: its capacity is at least what is told."""
-        repetitions = [turn.repetition for turn in self.turns[system]]
-        return any(one.passed_per_s is not None and one.failed_per_s is None for one in repetitions)
+        return any(turn.repetition.failed_per_s is None for turn in self.turns[system])
 
     def ratio(self, system: str) -> Ratio | None:
         """To the baseline, over the seeds that both have; None: there is none, one of the two was not servable, or of one the capacity is

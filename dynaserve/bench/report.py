@@ -21,6 +21,7 @@ from rich.text import Text
 from dynaserve.bench.client import Progress, Recording
 from dynaserve.bench.measures import Distribution, Slo, Summary
 from dynaserve.bench.records import RequestRecord
+from dynaserve.command_lines import without_secrets
 from dynaserve.files import write_in_one_move
 from dynaserve.machine import cpu_model
 
@@ -148,10 +149,4 @@ def machine() -> dict[str, Any]:
 
 def command_line(arguments: Sequence[str], command: str = "bench replay") -> str:
     """As typed, but the key: raw data are passed on."""
-    shown = list(arguments)
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--api-key="):
-            shown[index] = "--api-key=***"
-        elif index and arguments[index - 1] == "--api-key":
-            shown[index] = "***"
-    return shlex.join(["dynaserve", *command.split(), *shown])
+    return shlex.join(["dynaserve", *command.split(), *without_secrets(arguments, ("--api-key",))])

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dynaserve import latency_profile
+from dynaserve.command_lines import without_secrets
 from dynaserve.errors import ConfigError
 from dynaserve.files import check_replaceable
 from dynaserve.latency_profile import ProfileKey
@@ -76,7 +77,12 @@ def main(arguments: Sequence[str]) -> None:
         module, _, name = ENGINE.partition(":")
         engine: Engine = getattr(import_module(module), name)(options.model, options.engine_args)
         try:
-            run(options, engine, Console(stderr=True, highlight=False), shlex.join(["dynaserve", "profile", *without_secrets(arguments)]))
+            run(
+                options,
+                engine,
+                Console(stderr=True, highlight=False),
+                shlex.join(["dynaserve", "profile", *without_secrets(arguments, SECRETS)]),
+            )
         finally:
             engine.close()
     except ConfigError as error:
@@ -90,7 +96,7 @@ def main(arguments: Sequence[str]) -> None:
 def run(options: SweepOptions, engine: Engine, console: Console, command: str) -> None:
     """Measures what is missing, then writes the profile and the picture."""
     points = _points(options, engine.limits, console)
-    done = PointFile(options.output.with_suffix(".points.jsonl"), engine.key, without_secrets(options.engine_args))
+    done = PointFile(options.output.with_suffix(".points.jsonl"), engine.key, without_secrets(options.engine_args, SECRETS))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         missing = done.missing(points)
@@ -103,20 +109,6 @@ def run(options: SweepOptions, engine: Engine, console: Console, command: str) -
     if options.picture is not None:
         picture.draw(options.picture, done.records, options.slo_ms, f"{engine.key.model} on {engine.key.device}")
         console.print(f"{options.picture}: the stars are the latency-constrained-utilization points at {options.slo_ms:g} ms")
-
-
-def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """With `***` for the values of SECRETS."""
-    shown = list(arguments)
-    for index, argument in enumerate(arguments):
-        name, equals, _ = argument.partition("=")
-        if name.replace("_", "-") not in SECRETS:
-            continue
-        if equals:
-            shown[index] = f"{name}=***"
-        elif index + 1 < len(shown):
-            shown[index + 1] = "***"
-    return shown
 
 
 def _points(options: SweepOptions, limits: Limits, console: Console) -> list[Point]:
