@@ -13,6 +13,10 @@ def client(timeout_s: float) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(), timeout=timeout_s)
 
 
+def async_client(base_url: str, timeout: httpx.Timeout, limits: httpx.Limits) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=base_url, transport=httpx.AsyncHTTPTransport(limits=limits), timeout=timeout)
+
+
 def get(url: str, timeout_s: float) -> httpx.Response:
     with client(timeout_s) as http:
         return http.get(url)

@@ -31,6 +31,7 @@ _NOT_TOLD_BY_STOCK = ("vllm_version", "dtype", "device", "parallelism", "tensor_
 _NEEDED_BY_BOTH = ("--watermark-config",)
 
 RECENT_STEPS = 32
+MOST_ASKED_AT_ONCE = 32
 ALLOW_STOCK_OPTION = "--allow-stock"
 
 
@@ -49,6 +50,9 @@ class Instance:
     def take_load(self, load: Load) -> None:
         self.load = load
         self.recent_steps.extend(load.steps)
+
+
+Check = Callable[[Instance, Sequence[Instance]], None]
 
 
 def describe(url: str, timeout_s: float = 10.0, *, allow_stock: bool = False) -> InstanceDescription:
@@ -87,16 +91,36 @@ def _describe_stock(url: str, timeout_s: float) -> InstanceDescription:
         raise ConfigError(f"instance {url} is neither a DynaServe instance nor a vLLM server: {error}") from error
 
 
-def join(urls: Sequence[str], *, allow_stock: bool = False) -> list[Instance]:
-    """The fleet of these URLs, in their order; raises ConfigError, naming both values, where two do not fit."""
+def suits_any(instance: Instance, others: Sequence[Instance]) -> None:
+    """The check of who only looks."""
+
+
+def join(urls: Sequence[str], also_check: Check = suits_any, *, allow_stock: bool = False) -> list[Instance]:
+    """The fleet of these URLs, in their order; raises ConfigError, naming both values, where two do not fit.
+
+    also_check: raises ConfigError for an instance that cannot join those that are there already.
+    """
     names = [url.rstrip("/") for url in urls]
     if len(set(names)) != len(names):
         raise ConfigError(f"an instance is named twice: {' '.join(names)}")
-    return _checked([Instance(name, describe(name, allow_stock=allow_stock)) for name in names])
+    instances, faults = _together(names, also_check, allow_stock=allow_stock)
+    if faults:
+        raise faults[0]
+    return instances
 
 
-def join_present(urls: Sequence[str], *, allow_stock: bool = False) -> list[Instance]:
-    """As `join`, of those that answer, of which there must be one: the others may come later."""
+def join_present(urls: Sequence[str], also_check: Check = suits_any, *, allow_stock: bool = False) -> list[Instance]:
+    """As `join`, of those that answer and fit, of which there must be one: the others may come later."""
+    instances, faults = _together(urls, also_check, allow_stock=allow_stock)
+    if not instances:
+        raise ConfigError(f"none of {len(urls)} instances answers and fits; the first: {faults[0]}")
+    for fault in faults:
+        logger.warning("%s; it joins when that is over", fault)
+    return instances
+
+
+def _together(names: Sequence[str], also_check: Check, *, allow_stock: bool) -> tuple[list[Instance], list[ConfigError]]:
+    """Those that answer and fit the first one with the plugin that does, in this order, and what keeps the others out."""
 
     def ask(name: str) -> Instance | ConfigError:
         try:
@@ -104,23 +128,22 @@ def join_present(urls: Sequence[str], *, allow_stock: bool = False) -> list[Inst
         except ConfigError as error:
             return error
 
-    with ThreadPoolExecutor(max_workers=min(len(urls), 32)) as pool:
-        answers = list(pool.map(ask, urls))
-    instances = [answer for answer in answers if isinstance(answer, Instance)]
+    with ThreadPoolExecutor(max_workers=min(len(names), MOST_ASKED_AT_ONCE)) as pool:
+        answers = list(pool.map(ask, names))
     faults = [answer for answer in answers if isinstance(answer, ConfigError)]
-    if not instances:
-        raise ConfigError(f"none of {len(urls)} instances answers; the first: {faults[0]}")
-    for fault in faults:
-        logger.warning("%s; it joins when it does", fault)
-    return _checked(instances)
-
-
-def _checked(instances: list[Instance]) -> list[Instance]:
-    first = reference_of(instances)
-    for instance in instances:
-        check(instance, first)
-        check_distinct(instance, instances)
-    return [completed(instance, first) for instance in instances]
+    fitting: list[Instance] = []
+    present = [answer for answer in answers if isinstance(answer, Instance)]
+    for instance in sorted(present, key=lambda one: one.description.stock):  # what others must fit has the plugin
+        try:
+            first = reference_of([*fitting, instance])
+            check(instance, first)
+            check_distinct(instance, fitting)
+            also_check(instance, fitting)
+        except ConfigError as error:
+            faults.append(error)
+        else:
+            fitting.append(completed(instance, first))
+    return sorted(fitting, key=lambda one: names.index(one.instance_id)), faults
 
 
 def reference_of(instances: Collection[Instance]) -> Instance:
@@ -177,6 +200,14 @@ def _check_stock(instance: Instance, first: Instance) -> None:
     if mine.vllm_version.partition("+")[0] != other.vllm_version.partition("+")[0]:
         versions = f"{first.instance_id} has {mine.vllm_version}, {instance.instance_id} has {other.vllm_version}"
         raise ConfigError(f"vllm_version differs: {versions}")
+
+
+def check_version(instance: Instance, ours: str) -> None:
+    """Raises ConfigError if the front-end has another vLLM, of which only the build may differ: requests go to instances in vLLM's own
+    encoding."""
+    theirs = instance.description.vllm_version
+    if theirs.partition("+")[0] != ours.partition("+")[0]:
+        raise ConfigError(f"vllm_version differs: this front-end has {ours}, {instance.instance_id} has {theirs}")
 
 
 def check_reach(instance: Instance, secret: FleetSecret | None) -> None:

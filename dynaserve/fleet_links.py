@@ -68,11 +68,25 @@ class FleetLinks:
     _deserted_since_s: float | None = None
     _closed: bool = False
 
-    async def connect(self, instances: Sequence[Instance], timeout_s: float) -> None:
-        """Opens a link to each; raises ConfigError, naming it, where one does not answer as the instance described."""
+    async def connect(self, instances: Sequence[Instance], timeout_s: float, *, may_lack: bool = False) -> None:
+        """Opens a link to each; raises ConfigError, naming it, where one does not answer as the instance described.
+
+        may_lack: that one is no instance of the fleet then; one with the plugin must answer.
+        """
         self._least_model_len = min(instance.description.max_model_len for instance in instances)
-        for instance in instances:
-            await self._join(instance, timeout_s)
+        opened = await asyncio.gather(*(self._open(instance, timeout_s) for instance in instances), return_exceptions=True)
+        faults = [link for link in opened if isinstance(link, BaseException)]
+        for instance, link in zip(instances, opened, strict=True):  # in their order, which policies go by
+            if isinstance(link, BaseException):
+                self.instances.pop(instance.instance_id, None)
+            else:
+                await self._enter(instance, link)
+        for fault in faults:
+            if not may_lack or not isinstance(fault, ConfigError):
+                raise fault
+            logger.warning("%s; it joins when that is over", fault)
+        if faults and all(self.instances[name].description.stock for name in self._links):
+            raise faults[0]
 
     def watch(self) -> None:
         """From now on the event loop is free: instances that are silent are dead."""
@@ -139,6 +153,9 @@ class FleetLinks:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     async def _join(self, instance: Instance, timeout_s: float) -> None:
+        await self._enter(instance, await self._open(instance, timeout_s))
+
+    async def _open(self, instance: Instance, timeout_s: float) -> Link:
         fleet.check_reach(instance, self.secret)
         name = instance.instance_id
         link = self._link_to(instance)
@@ -151,6 +168,10 @@ class FleetLinks:
         finally:
             if self._joining.get(name) is instance:
                 del self._joining[name]
+        return link
+
+    async def _enter(self, instance: Instance, link: Link) -> None:
+        name = instance.instance_id
         if instance.description.stock:
             logger.warning("instance %s takes whole requests only: %s", name, stock.OBSTACLE)
         self.instances[name] = instance
@@ -165,7 +186,7 @@ class FleetLinks:
             assert self.link_to_stock is not None
             return self.link_to_stock(instance)
         self._session += 1
-        return InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session, self.secret)
+        return InstanceLink(self._context, instance.description.gateway, self.frontend_id, self._session, self.secret, self.liveness.limits)
 
     def _fitting(self, instance: Instance, reference: Instance) -> Instance:
         """With all that is known of it; raises ConfigError where it does not fit."""

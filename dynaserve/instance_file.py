@@ -44,11 +44,18 @@ class InstanceFile:
         self._members = members
         self._add = add
         self._remove = remove
+        self._wanted: set[str] = set()
+        """By the file, as it was read last."""
         self._named: set[str] = set(members())
         self._changing: set[str] = set()
         """Those that are being added or removed: nothing else is done with them meanwhile."""
         self._told: dict[str, str] = {}
         """The fault that was told last, of a URL or of the file."""
+
+    def check_not_named(self, url: str) -> None:
+        """Raises ConfigError for one that would be back within a second."""
+        if url in self._wanted:
+            raise ConfigError(f"instance {url} is named by --instances-file {self._path}: take its line out")
 
     async def follow(self) -> None:
         """Never returns."""
@@ -60,7 +67,7 @@ class InstanceFile:
     async def look(self, changes: asyncio.TaskGroup) -> None:
         """Reads the file and begins what is to be done, in `changes`."""
         try:
-            wanted = set(await asyncio.to_thread(read, self._path))
+            self._wanted = wanted = set(await asyncio.to_thread(read, self._path))
         except ConfigError as error:
             self._tell(str(self._path), str(error))
             return

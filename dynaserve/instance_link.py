@@ -23,6 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from dynaserve.errors import ConfigError
 from dynaserve.fleet_secret import FleetSecret, secure_client
+from dynaserve.liveness import Limits
 from dynaserve.messages import LONGEST_ANSWER_FRAME_BYTES, Beat, Bye, FromInstance, Hello, ToInstance, Welcome
 
 _DECODER: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
@@ -63,12 +64,20 @@ class InstanceLink:
     """Sends and receives whole messages, in order, until it is lost or closed.
 
     gateway: its address. session: of this front-end, larger than that of any link before it. secret: of the fleet, if it has one.
+    limits: by which its life is judged.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, gateway: str, frontend_id: str, session: int, secret: FleetSecret | None = None
+        self,
+        context: zmq.asyncio.Context,
+        gateway: str,
+        frontend_id: str,
+        session: int,
+        secret: FleetSecret | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._gateway = gateway
+        self._limits = limits or Limits()
         self._hello = Hello(frontend_id, session=session)
         self.closed = False
         self._heard = False
@@ -105,7 +114,8 @@ class InstanceLink:
             raise ConfigError(f"the gateway {self._gateway} does not answer as one: {error}") from error
 
     async def _greet(self, instance_epoch: str) -> None:
-        """A gateway answers also for an engine core that is stopped: only a second pulse proves that it runs."""
+        """A gateway answers also for an engine core that is stopped: only a second pulse proves that it runs. And an engine core pulses
+        while its workers hang."""
         pulses: set[int] = set()
         welcome = False
         while not welcome or len(pulses) < 2:
@@ -115,6 +125,8 @@ class InstanceLink:
                     raise ConfigError(f"the gateway {self._gateway} belongs to another instance")
                 welcome = True
             elif isinstance(message, Beat) and message.pulse is not None:
+                if (reason := self._limits.why_stuck(message.pulse)) is not None:
+                    raise ConfigError(f"the instance of gateway {self._gateway} hangs: {reason}")
                 pulses.add(message.pulse.number)
 
     async def send(self, message: ToInstance, frames: Sequence[Any] = ()) -> None:

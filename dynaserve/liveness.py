@@ -50,6 +50,13 @@ class Limits:
     stuck_s: float = 60.0
     stuck_factor: float = 10.0
 
+    def why_stuck(self, pulse: Pulse) -> str | None:
+        """None: the step that runs, if any does, may still end."""
+        allowed_s = max(self.stuck_s, self.stuck_factor * (pulse.step_predicted_ms or 0.0) / 1e3)
+        if pulse.step_running_s is None or pulse.step_running_s <= allowed_s:
+            return None
+        return f"its step {pulse.step} runs for {pulse.step_running_s:.0f} s, {allowed_s:.0f} s are allowed"
+
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -158,12 +165,7 @@ class FleetLiveness:
         """What an instance is dead of; None: it is not."""
         if (reason := self._silence(seen, self.limits.hung_s, self._patience_s(seen))) is not None:
             return reason
-        step_s = None if seen.pulse is None else seen.pulse.step_running_s
-        if step_s is not None and seen.pulse is not None:
-            allowed_s = max(self.limits.stuck_s, self.limits.stuck_factor * (seen.pulse.step_predicted_ms or 0.0) / 1e3)
-            if step_s > allowed_s:
-                return f"its step {seen.pulse.step} runs for {step_s:.0f} s, {allowed_s:.0f} s are allowed"
-        return None
+        return None if seen.pulse is None else self.limits.why_stuck(seen.pulse)
 
     def _silence(self, seen: _Observed, api_s: float, core_s: float) -> str | None:
         """Longer than these."""

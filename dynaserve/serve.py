@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def add_arguments(parser: Any) -> None:
         fleet.ALLOW_STOCK_OPTION,
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="instances may be vLLM servers without the plugin: they take whole requests, over HTTP in the clear",
+        help="instances may be vLLM servers without the plugin: they take whole requests, over HTTP without a key",
     )
     group.add_argument("--transport", default=None, metavar="NAME", help="how KV moves (default: the first that all instances offer)")
 
@@ -145,14 +146,18 @@ def configure(argv: list[str]) -> FrontendConfig:
     placer = make_placer(policy, args.latency_profile, args.length_history, args.fleet_tbt_slo_ms, args.fleet_ttft_slo_ms)
     api_keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else ()
     secret = fleet_secret.read(FLEET_SECRET_OPTION, args.fleet_secret_file) if args.fleet_secret_file is not None else None
-    join = fleet.join if args.instances_file is None else fleet.join_present
-    instances = join(urls, allow_stock=args.allow_stock)
-    if args.allow_stock:
-        _policy(args.policy, sum(not instance.description.stock for instance in instances))
     also_check = check_for(policy, args.latency_profile)
-    for instance in instances:
+
+    def suits(instance: Instance, others: Sequence[Instance]) -> None:
+        fleet.check_version(instance, version("vllm"))
         fleet.check_reach(instance, secret)
         also_check(instance)
+        fleet.choose_transport([*others, instance], args.transport)
+
+    join = fleet.join if args.instances_file is None else fleet.join_present
+    instances = join(urls, suits, allow_stock=args.allow_stock)
+    if args.allow_stock:
+        _policy(args.policy, sum(not instance.description.stock for instance in instances))
     transport = fleet.choose_transport(instances, args.transport)
     return FrontendConfig(
         instances,

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -157,10 +158,13 @@ def _data(event: dict[str, Any]) -> str:
 
 
 @contextmanager
-def running_server() -> Iterator[CompletionServer]:
+def running_server(certificate: Path | None = None) -> Iterator[CompletionServer]:
+    """certificate: PEM with its key; it then speaks TLS."""
     (port,) = free_ports(1)
-    completion_server = CompletionServer(f"http://127.0.0.1:{port}")
-    config = uvicorn.Config(completion_server.app(), port=port, log_level="critical", lifespan="off", ws="none")
+    scheme = "http" if certificate is None else "https"
+    completion_server = CompletionServer(f"{scheme}://127.0.0.1:{port}")
+    app = completion_server.app()
+    config = uvicorn.Config(app, port=port, log_level="critical", lifespan="off", ws="none", ssl_certfile=certificate)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -17,7 +17,7 @@ from dynaserve.messages import PromptProgress
 from dynaserve.step_latency import BatchShape, Roofline, prefill_pairs
 from dynaserve.step_report import BatchReport, read_log
 from dynaserve.token_deadlines import TokenCounts
-from tests.virtual_engine import MACHINE, Engine
+from tests.virtual_engine import BLOCK, MACHINE, Engine
 from vllm_plugin import batching
 from vllm_plugin.batching import REPORT_KEY
 from vllm_plugin.options import PluginOptions
@@ -115,6 +115,23 @@ def test_prefill_progresses_when_decodes_alone_take_too_long(make: Callable[...,
     engine.add("prompt", 64, 2)
     engine.run()
     assert len(engine.token_times_s["prompt"]) == 2
+
+
+@pytest.mark.parametrize("decodes", [0, 3])
+def test_a_prompt_of_which_one_token_is_not_cached_begins_where_decodes_speculate(make: Callable[..., Engine], decodes: int) -> None:
+    """vLLM pads such a one to as many tokens as a decode computes, and lets it wait where the step has no room for these."""
+    engine = make(draft_tokens=3)
+    engine.learn()
+    engine.add("first", BLOCK + 1, 2)
+    engine.run()
+    for i in range(decodes):
+        engine.add(f"decode-{i}", 20, 400)
+    engine.step()
+    engine.add("again", BLOCK + 1, 2, like="first")
+    for _ in range(20):
+        engine.step()
+    assert len(engine.token_times_s["again"]) == 2
+    engine.run()
 
 
 def test_a_request_with_a_loose_slo_leaves_large_steps(make: Callable[..., Engine]) -> None:

@@ -22,7 +22,7 @@ def outcome(
 
 def compared(workload: str = "azure-code", tbt_slo_ms: float = 100.0, **systems: Outcome) -> Compared:
     """Names with _ for -."""
-    return Compared(workload, tbt_slo_ms, "abc1234", {name.replace("_", "-"): one for name, one in systems.items()})
+    return Compared(workload, tbt_slo_ms, "abc1234", 20.0, 3, {name.replace("_", "-"): one for name, one in systems.items()})
 
 
 def test_a_system_below_a_tenth_of_its_saturation_is_not_servable_and_left_out_of_the_mean() -> None:
@@ -95,3 +95,19 @@ def test_aims_are_met_or_missed_or_not_measured() -> None:
     assert all("1.2 times" not in line for line in told)
     tight = [replace(one, tbt_slo_ms=50.0) for one in found]
     assert "MISSED: at least 1.2 times SLO-aware colocation, mean of azure-code, mini-reasoning: 0.99" in map(str, judged(tight))
+
+
+def test_the_table_tells_how_long_runs_were() -> None:
+    assert "within 100 ms, runs of 20 s, at most 3 of a rate: capacity" in table.markdown([compared(dynamic=outcome(2.0))])
+
+
+def test_what_is_only_known_to_be_at_least_so_much_is_no_capacity_to_divide_by() -> None:
+    capped = replace(outcome(3.0), is_least=True)
+    one = compared(slo_colocated=capped, stock=outcome(2.0), dynamic=outcome(3.1))
+    assert one.over_worst(["slo-colocated"]) is None
+    assert one.over_worst(["slo-colocated", "stock"]) is None
+    lines = table.markdown([one]).splitlines()
+    assert "| slo-colocated | ≥ 3 / 50 / 1.5 | 4.0 |" in lines
+    assert "| SLO-aware colocation | - | - |" in lines
+    ours = compared(stock=outcome(2.0), dynamic=capped)
+    assert str(ours.over_worst(["stock"])) == "≥ 1.50"

@@ -25,7 +25,7 @@ DASHBOARD = ROOT / "examples" / "grafana" / "dynaserve.json"
 ALERTS = ROOT / "examples" / "prometheus" / "rules.yaml"
 DOCUMENTED = (ROOT / "docs" / "observability.md").read_text()
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}
-OF_PROMETHEUS = {"le", "instance"}
+OF_PROMETHEUS = {"le", "instance", "job"}
 """Labels that are in no definition: of buckets, and of whom Prometheus has asked."""
 
 
@@ -68,6 +68,12 @@ def test_every_metric_of_ours_exists_with_its_labels() -> None:
         assert used - OF_PROMETHEUS <= set().union(*(labels[name] for name in names)), expression
 
 
+def test_what_vllm_counts_is_that_of_the_front_ends_only() -> None:
+    of_vllm = [target["expr"] for panel in panels() for target in panel.get("targets", ()) if "vllm:" in target["expr"]]
+    assert of_vllm
+    assert [expression for expression in of_vllm if '{job=~"$job"}' not in expression] == []
+
+
 def test_every_metric_of_vllm_exists() -> None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.submodule_search_locations is None:
@@ -82,7 +88,7 @@ def test_every_metric_of_vllm_exists() -> None:
 def test_the_dashboard_can_be_imported() -> None:
     """It names no data source of its author's, no panel twice, and lays none over another."""
     dashboard = json.loads(DASHBOARD.read_text())
-    assert [variable["type"] for variable in dashboard["templating"]["list"]] == ["datasource"]
+    assert [variable["type"] for variable in dashboard["templating"]["list"]] == ["datasource", "query"]
     assert [panel["title"] for panel in panels() if panel["type"] == "row"] == ["Fleet", "Latency", "Hand-overs", "Instances"]
     assert len({panel["id"] for panel in panels()}) == len(panels())
     cells: set[tuple[int, int]] = set()

@@ -307,7 +307,9 @@ def test_a_changed_request_does_what_was_predicted_of_it(
     ("request_", "message"),
     [
         (VirtualRequest(key=1), "a virtual request has no tokens to compute"),
-        (VirtualRequest(key=1, prefill_tokens=-1), "prefill_tokens is -1; it must be at least 0"),
+        (VirtualRequest(key=1, prefill_tokens=-1), r"prefill_tokens is -1; it must lie between 0 and 2\^40"),
+        (VirtualRequest(key=1, decode_tokens=2**41), r"decode_tokens is 2199023255552; it must lie between 0 and 2\^40"),
+        (VirtualRequest(key=2**63, decode_tokens=1), r"key is 9223372036854775808; it must be below 2\^63"),
         (VirtualRequest(key=1, decode_tokens=1, ready_ms=math.inf), "ready_ms is inf; it must be finite"),
     ],
 )

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import httpx
 import msgspec
 import pytest
 
-from dynaserve import direct_http
+from dynaserve import direct_http, fleet
 from dynaserve.errors import ConfigError
-from dynaserve.fleet import Instance, check, check_distinct, check_read_by_server, check_reasoning_parser, choose_transport
+from dynaserve.fleet import (
+    Instance,
+    check,
+    check_distinct,
+    check_read_by_server,
+    check_reasoning_parser,
+    check_version,
+    choose_transport,
+    join,
+    join_present,
+)
 from dynaserve.fleet import describe as ask
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import PROTOCOL_VERSION, InstanceDescription, WorkerDescription
@@ -126,3 +139,62 @@ def test_an_instance_that_says_it_has_no_plugin_is_none(monkeypatch: pytest.Monk
     for allowed in (False, True):
         with pytest.raises(ConfigError, match="instance http://a says that it has no plugin"):
             ask("http://a", allow_stock=allowed)
+
+
+def _answers(monkeypatch: pytest.MonkeyPatch, descriptions: dict[str, InstanceDescription]) -> None:
+    def answer(url: str, *_: object, **__: object) -> InstanceDescription:
+        if url not in descriptions:
+            raise ConfigError(f"instance {url} does not answer")
+        return descriptions[url]
+
+    monkeypatch.setattr(fleet, "describe", answer)
+
+
+def test_a_file_may_name_instances_that_do_not_answer_or_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fitting = {name: describe(instance_epoch=name) for name in ("http://b", "http://e")}
+    others = {
+        "http://a": describe(protocol_version=PROTOCOL_VERSION + 1, instance_epoch="a"),
+        "http://c": describe(dtype="bfloat16", instance_epoch="c"),
+    }
+    _answers(monkeypatch, fitting | others)
+    urls = [f"http://{letter}" for letter in "abcde"]
+    with caplog.at_level(logging.WARNING):
+        assert [instance.instance_id for instance in join_present(urls)] == ["http://b", "http://e"]
+    assert [record.message for record in caplog.records] == [
+        "instance http://d does not answer; it joins when that is over",
+        f"instance http://a speaks protocol {PROTOCOL_VERSION + 1}, this front-end {PROTOCOL_VERSION}; it joins when that is over",
+        "dtype differs: http://b has float32, http://c has bfloat16; it joins when that is over",
+    ]
+    with pytest.raises(ConfigError, match=r"^dtype differs: http://b has float32, http://c has bfloat16$"):
+        join(["http://b", "http://c"])
+    with pytest.raises(ConfigError, match=r"^none of 2 instances answers and fits; the first: instance http://d does not answer$"):
+        join_present(["http://a", "http://d"])
+
+
+def test_what_only_this_front_end_cannot_use_is_left_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answers(monkeypatch, {name: describe(instance_epoch=name) for name in ("http://a", "http://b")})
+
+    def not_a(instance: Instance, others: Sequence[Instance]) -> None:
+        assert not others
+        if instance.instance_id == "http://a":
+            raise ConfigError("not a")
+
+    assert [instance.instance_id for instance in join_present(["http://a", "http://b"], not_a)] == ["http://b"]
+    with pytest.raises(ConfigError, match=r"^not a$"):
+        join(["http://a"], not_a)
+
+
+def test_a_server_without_the_plugin_is_compared_with_what_has_it_wherever_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answers(monkeypatch, {"http://a": describe(stock=True, instance_epoch=""), "http://b": describe()})
+    assert [instance.instance_id for instance in join(["http://a", "http://b"])] == ["http://a", "http://b"]
+    with pytest.raises(ConfigError, match="none of the instances is a DynaServe instance"):
+        join(["http://a"])
+
+
+def test_a_front_end_has_the_vllm_of_its_instances_but_for_the_build() -> None:
+    instance = Instance("http://b", describe(vllm_version="0.32.0+cpu"))
+    check_version(instance, "0.32.0")
+    with pytest.raises(ConfigError, match=r"^vllm_version differs: this front-end has 0\.32\.1, http://b has 0\.32\.0\+cpu$"):
+        check_version(instance, "0.32.1")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,7 @@ def run(
     timeout_s: float = math.inf,
     placer: RequestPlacer | None = None,
     names: Sequence[str] = NAMES,
+    instances_file: Path | None = None,
 ) -> None:
     async def with_fleet() -> None:
         context = zmq.asyncio.Context()
@@ -137,7 +139,7 @@ def run(
         client = FleetClient(instances, placing, "torch", timeout_s, Admission(most_waiting))
         try:
             await client.connect()
-            client.watch()
+            client.watch(instances_file)
             await scenario(Fleet(client, gateways))
             placing.scheduler.check_invariants()
         finally:
@@ -710,6 +712,23 @@ def test_a_dead_instance_that_was_to_leave_is_gone_at_once() -> None:
             await fleet.client.remove_instance(second)
 
     run(scenario)
+
+
+def test_what_the_file_names_is_not_taken_out_over_http(tmp_path: Path) -> None:
+    path = tmp_path / "instances"
+    path.write_text("\n".join(NAMES))
+
+    async def scenario(fleet: Fleet) -> None:
+        first, second = NAMES
+        file = fleet.client._file
+        assert file is not None
+        await until(lambda: file._wanted == set(NAMES))
+        with pytest.raises(ConfigError, match=rf"^instance {first} is named by --instances-file"):
+            await fleet.client.take_out(f"{first}/")
+        path.write_text(second)
+        await until(lambda: list(fleet.client.instances) == [second])
+
+    run(scenario, instances_file=path)
 
 
 def test_an_instance_that_is_added_twice_at_the_same_time_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:

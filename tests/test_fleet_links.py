@@ -72,6 +72,8 @@ class Gateway:
     core: bool = True
     draining: bool = False
     pulses: int = 0
+    step_s: float | None = None
+    """For how long its step has run."""
     heard: list[ToInstance] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -103,7 +105,7 @@ class Gateway:
         while True:
             self.pulses += self.core
             if self.api and self.identities:
-                await self.say(Beat(Pulse(self.pulses), self.draining))
+                await self.say(Beat(Pulse(self.pulses, step_running_s=self.step_s), self.draining))
             await asyncio.sleep(0.05)
 
     async def say(self, message: FromInstance, frames: Sequence[Any] = ()) -> None:
@@ -137,7 +139,8 @@ class Frontend:
         gateway = self.gateways.get(url, self.gateway)
         return description(gateway.address, gateway.epoch)
 
-    async def connect(self, timeout_s: float = 30.0) -> None:
+    async def connect(self, timeout_s: float = 30.0, also: Sequence[str] = (), *, may_lack: bool = False) -> None:
+        """also: instances beside the one."""
         self.links = FleetLinks(
             "frontend",
             self.on_message,
@@ -147,7 +150,9 @@ class Frontend:
             self.description_of,
             FleetLiveness(Limits(hung_s=1.4)),
         )
-        await self.links.connect([Instance(URL, self.description_of(URL))], timeout_s)
+        instances = [Instance(name, self.description_of(name)) for name in (URL, *also)]
+        self.links.instances |= {instance.instance_id: instance for instance in instances}
+        await self.links.connect(instances, timeout_s, may_lack=may_lack)
         self.links.watch()
 
     @property
@@ -308,6 +313,51 @@ def test_an_instance_without_a_running_engine_core_is_not_joined() -> None:
         frontend.gateway.core = False
         with pytest.raises(ConfigError, match="does not answer"):
             await frontend.connect(timeout_s=2.0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("may_lack", [False, True])
+def test_a_fleet_begins_without_an_instance_whose_gateway_does_not_answer_where_one_may_lack(may_lack: bool) -> None:
+    async def scenario(frontend: Frontend, context: zmq.asyncio.Context) -> None:
+        silent = frontend.gateways["http://silent"] = Gateway("another", api=False)
+        silent.start(context)
+        try:
+            if may_lack:
+                await frontend.connect(2.0, also=["http://silent"], may_lack=True)
+                assert frontend.links.alive == list(frontend.links.instances) == [URL]
+            else:
+                with pytest.raises(ConfigError, match=rf"^the gateway {silent.address} does not answer"):
+                    await frontend.connect(2.0, also=["http://silent"])
+        finally:
+            silent.cut()
+
+    run(scenario)
+
+
+def test_a_fleet_does_not_begin_without_any_instance() -> None:
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        frontend.gateway.api = False
+        with pytest.raises(ConfigError, match="does not answer"):
+            await frontend.connect(2.0, may_lack=True)
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_instance_whose_workers_hang_stays_dead_until_they_go_on() -> None:
+    """Its engine core goes on pulsing."""
+
+    async def scenario(frontend: Frontend, _: zmq.asyncio.Context) -> None:
+        await frontend.connect()
+        frontend.gateway.step_s = 61.0
+        await until(lambda: (Health.DEAD, 1) in frontend.healths)
+        hellos = len(frontend.gateway.heard)
+        await until(lambda: len(frontend.gateway.heard) >= hellos + 2)
+        assert frontend.links.alive == []
+        assert frontend.healths[-1] == (Health.DEAD, 1)
+        frontend.gateway.step_s = None
+        await until(lambda: frontend.healths[-1] == (Health.UP, 2))
 
     run(scenario)
 

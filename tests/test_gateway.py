@@ -381,6 +381,19 @@ def test_a_cut_that_meets_the_end_of_its_request_leaves_nothing_behind() -> None
     run(scenario)
 
 
+def test_an_answer_that_is_there_as_a_whole_is_not_begun_again() -> None:
+    async def scenario(instance: Instance) -> None:
+        link = await instance.link("front-end", None)
+        request = MsgpackEncoder().encode(EngineCoreRequest("", [1, 2], None, SamplingParams(max_tokens=3), None, 0.0, None, None, None))
+        await link.send(Run("over", output_token_ids=[7, 7, 7], end_token=20), request)
+        await refused(link, "over", "3 tokens of the answer are there, which ends with 3")
+        await link.send(Run("goes on", output_token_ids=[7, 7], end_token=20), request)
+        await until(lambda: len(instance.engine.added) == 1)
+        link.close()
+
+    run(scenario)
+
+
 async def refused(link: InstanceLink, request_id: str, reason: str) -> None:
     async with asyncio.timeout(30):
         while True:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from dynaserve.errors import ConfigError
@@ -19,7 +20,7 @@ from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.sender import Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
-from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Resumed, Revoked
+from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
 from tests.virtual_engine import BLOCK, Engine
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan, Reserve
 from vllm_plugin.options import PluginOptions
@@ -519,3 +520,18 @@ def test_a_lost_peer_is_told_to_every_worker(instance: Instance) -> None:
     assert instance.scheduler.micro.has_messages
     instance.step()
     assert instance.commands == [PeerLost(name, frozenset({"t1", "t2"})) for name in ("x", "y")]
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_paused_engine_takes_no_kv(tmp_path: Path, state: PauseState) -> None:
+    """One that sleeps has given its cache up."""
+    instance = Instance(tmp_path)
+    instance.scheduler.set_pause_state(state)
+    instance.add("b", "beta", 100, 110)
+    assert instance.scheduler.reservation("b") == Refused(
+        "b", "no KV blocks to reserve: 0% of the cache is in use, and the engine is paused"
+    )
+    assert "b" not in instance.scheduler.requests
+    instance.scheduler.set_pause_state(PauseState.UNPAUSED)
+    instance.add("b", "beta", 100, 110)
+    assert instance.scheduler.reservation("b") == Granted("b", 0, 110)

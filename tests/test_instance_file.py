@@ -215,3 +215,13 @@ def test_a_file_without_instances_is_refused_at_start(tmp_path: Path) -> None:
         read(path)
     path.write_text("http://a/\nhttp://a\nhttp://b\n")
     assert read(path) == ("http://a", "http://b")
+
+
+def test_what_the_file_names_is_not_to_be_taken_out_otherwise(tmp_path: Path, fleet: Fleet) -> None:
+    path = tmp_path / "instances"
+    path.write_text("http://a\n")
+    file = InstanceFile(path, lambda: fleet.members, fleet.add, fleet.remove)
+    asyncio.run(look_and_wait(file))
+    file.check_not_named("http://b")
+    with pytest.raises(ConfigError, match=rf"^instance http://a is named by --instances-file {path}: take its line out$"):
+        file.check_not_named("http://a")

@@ -27,7 +27,7 @@ def progress(request_id: str, computed: int, expected: int, *, begun: bool = Tru
 class Fleet:
     """Of two instances, the first of which gathers; a request decodes on the other one, whole. prompts_per_s: of 2,000 tokens each, which
     are over as soon as they have come, and were expected to have so long answers. gathered: decodes on the first. elsewhere: on a third,
-    which gathers as well, of 30,000 tokens each. step_ms: that the first may take."""
+    which gathers as well, of 30,000 tokens each. step_ms, seats: that the first may take, and has."""
 
     gathered: int = 10
     context: int = 1000
@@ -38,6 +38,7 @@ class Fleet:
     others: int = 0
     elsewhere: int = 0
     step_ms: float = 47.5
+    seats: int = 256
     scheduler: GlobalScheduler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,9 +70,9 @@ class Fleet:
         self.scheduler.finish("plans", NOW_MS + 300.0)
 
     def accept(self, name: str, accepts: bool = True) -> None:
-        self.scheduler.observe(
-            InstanceState(name, accepts, InstanceLimits(step_ms=self.step_ms if name == GATHERS else 47.5, kv_tokens=400_000))
-        )
+        first = name == GATHERS
+        limits = InstanceLimits(step_ms=self.step_ms if first else 47.5, max_requests=self.seats if first else 256, kv_tokens=400_000)
+        self.scheduler.observe(InstanceState(name, accepts, limits))
 
     def place(
         self, name: str, prompt: int, output: int, now_ms: float = 0.0, *, may_cut: bool = False, forced_split: int | None = None
@@ -133,6 +134,7 @@ def test_an_answer_that_outgrows_what_was_expected_goes_where_decodes_are_gather
         ("it has not begun to decode", Fleet(), 100 - PROMPT, 2000),
         ("prompts do not press", Fleet(prompts_per_s=1.0), 40, 2000),
         ("those that decode where decodes are gathered leave no room", Fleet(gathered=240), 40, 2000),
+        ("those that decode where decodes are gathered leave no seat", Fleet(gathered=20, seats=20), 40, 2000),
         ("it must not be cut", Fleet(may_cut=False), 40, 2000),
         ("its caller wants it whole", Fleet(forced=True), 40, 2000),
     ],

@@ -779,9 +779,10 @@ def test_progress_and_cuts_that_cannot_be_are_refused() -> None:
         scheduler.report(placement.alpha.instance_id, [bad], 1.0)
 
 
-def test_impossible_limits_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^max_requests is 0; it must be at least 1$"):
-        GlobalScheduler(Options(Policy.dynamic), A100).observe(InstanceState("a", limits=InstanceLimits(max_requests=0)))
+@pytest.mark.parametrize("policy", [Policy.dynamic, Policy.colocated])
+def test_impossible_limits_are_refused(policy: Policy) -> None:
+    with pytest.raises(ValueError, match=r"^max_requests is 0; it must lie between 1 and 2\^40$"):
+        GlobalScheduler(Options(policy), A100).observe(InstanceState("a", limits=InstanceLimits(max_requests=0)))
 
 
 @settings(max_examples=150, deadline=None)

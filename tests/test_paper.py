@@ -220,21 +220,26 @@ def test_the_oracle_takes_the_cuts_and_seeds_that_it_is_told(
     grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, str]] = []
+    expects: dict[str, str] = {}
     run = Bench.run
 
     def noted(bench: Bench, workload: str, *more: str) -> SimulatedRun:
-        ran.append((more[more.index("--policy") + 1], more[more.index("--seed") + 1]))
+        policy = more[more.index("--policy") + 1]
+        ran.append((policy, more[more.index("--seed") + 1]))
+        if "--expect" in more:
+            expects[policy] = more[more.index("--expect") + 1]
         return run(bench, workload, *more)
 
     monkeypatch.setattr(Bench, "run", noted)
     out = tmp_path / "oracle.csv"
-    few = ("--requests", "60", "--seeds", "2", "--stride-tokens", "512")
+    few = ("--requests", "60", "--seeds", "2", "--stride-tokens", "512", "--expect", "mean")
     command("oracle", "--gpu-grid", str(grid), *few, "--workloads", "table1-balanced", "--tbt-slo-ms", "100", "--output", str(out))
     with out.open() as file:
         (row,) = csv.DictReader(file)
     assert row["what"].startswith("table1-balanced at 100 ms: dynamic / oracle, exhaustive")
     assert 0.9 < float(row["here"]) < 1.2
     assert sorted(ran) == sorted((policy, seed) for policy in ("dynamic", *(f"{it}:stride=512" for it in ORACLES)) for seed in "12")
+    assert expects == {"dynamic": "mean"}
     with pytest.raises(SystemExit):
         command("figure5", "--gpu-grid", str(grid), "--seeds", "2")
     assert "of oracle, not of figure5" in capsys.readouterr().err
@@ -245,6 +250,7 @@ FEW = {"azure-code": 4.0, "bursty-chat": 4.0}
 SYSTEMS = ("coloc, chunk ", "disagg", "SLO-aware coloc", "dynamic")
 OF_TABLE_1 = [f"{shape} {system}" for shape, system in tables.TABLE_1]
 OF_FIGURE_9 = ("coloc, best chunk", "coloc, chunk 2048", "disagg", "SLO-aware coloc")
+OF_FIGURE_11 = ("chunk 1024", "chunk 1536", "chunk 2048", "dynamic, chunk 512", "dynamic, chunk 2048", "slo", "SLO-aware coloc")
 CUTS = (256, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792)
 BEGINNINGS: Mapping[str, Sequence[str]] = {
     "table1": [f"{told} " for told in OF_TABLE_1],
@@ -272,7 +278,7 @@ BEGINNINGS: Mapping[str, Sequence[str]] = {
     "figure9-why": [f"dynamic / coloc, chunk {chunk}, mean of 2" for chunk in (256, 320, 384, 416, 448, 480, 512, 640)],
     "figure10": [f"{told}, minutes {part}" for told, part in product(("coloc, chunk 512", *SYSTEMS[1:]), ("0 to 6", "6 to 12"))],
     "figure10-why": [f"{times:g} x its rate: {told}" for times, told in product(why.FASTER, (*SYSTEMS, "slices in which dynamic"))],
-    "figure11": [f"{workload} {steps}: " for workload, steps in product(FEW, ("chunk 1024", "chunk 1536", "chunk 2048", "slo"))],
+    "figure11": [f"{workload} {batches}: " for workload, batches in product(FEW, OF_FIGURE_11)],
     "plans": [
         f"azure-code at 100 ms: {told}"
         for told in ("SLO-aware colocation, requests/s", "dynamic / ", "none gathers / ", "one gathers / ", "disaggregation / ")

@@ -232,9 +232,16 @@ def test_what_alpha_decodes_has_the_price_of_its_instance() -> None:
     def lost_ms(split_token: int) -> float:
         return SplitSearch().try_cut(instances, 1, 0, split_token, request, BUSY, NOW_MS).outcome.lost_prefill_ms
 
-    half = request_of(300, output=100)
+    half = request_of(300, output=101)  # the first token is no decode's
     assert lost_ms(300) == 0.0
     assert lost_ms(400) == pytest.approx(SplitSearch().try_whole(instances, 1, half, BUSY, NOW_MS).outcome.lost_prefill_ms)
+
+
+def test_an_answer_of_one_token_has_no_decode_to_be_kept_elsewhere() -> None:
+    request = request_of(3000, output=1)
+    assert SplitSearch().try_whole(two(decodes=60), 1, request, BUSY, NOW_MS).outcome.lost_prefill_ms == 0.0
+    gathering = SearchOptions(arrivals_per_ms=0.001, lost_share=0.9, prefill_pressure=1.0)
+    assert SplitSearch().find(two(decodes=60), request, gathering, NOW_MS).beta is None
 
 
 def test_tiny_prompts_are_not_cut() -> None:

@@ -146,7 +146,7 @@ def test_provenance_lies_beside_its_table(table: str, file: str) -> None:
     assert provenance.beside(Path(table)) == Path(file)
 
 
-@pytest.mark.parametrize("sweep", ["split", "burstiness"])
+@pytest.mark.parametrize("sweep", ["split", "burstiness", "step-noise"])
 def test_each_system_of_a_sweep_has_a_capacity_at_each_of_its_values(tmp_path: Path, sweep: str) -> None:
     pytest.importorskip("matplotlib")
     sensitivity.main([sweep, "--output", str(tmp_path / "swept"), "--", *SAMPLE])

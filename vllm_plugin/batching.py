@@ -176,6 +176,8 @@ class SloScheduler(ResumingFirst):
         begun = [*work, *filter(None, their_work[len(resuming) : admitted])]
         plan = self.accounts.planner.plan(batch.running(self.accounts.planner), begun, now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
+        if self._speculates and plan.prefill_tokens and any(each.tokens == 1 for each in begun[len(work) :]):
+            tokens += self.num_spec_tokens  # to which vLLM pads one that begins with its last token, or lets it wait (scheduler.py:1149)
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
         self._held_back = {request.request_id for request in batch.arrived[admitted:]}
         begins = max(0, admitted - len(batch.arrived))

@@ -41,6 +41,8 @@ class BetaScheduler(Scheduler):
 
     def reserve(self, request: Request, micro: MicroRequest) -> bool:
         """Takes blocks for what the beta begins with, or for as many tokens as there is room for, now or not at all."""
+        if self._pause_state is not PauseState.UNPAUSED:
+            return False  # KV may not come into a cache that an engine at sleep has given up (gpu_worker.py:294)
         plan = micro.plan
         assert plan.hand_off_at is not None
         assert plan.transfer_id is not None
@@ -94,7 +96,8 @@ class BetaScheduler(Scheduler):
         """What became of an announced request."""
         micro = self.micro.by_id.get(request_id)
         if micro is None:
-            return Refused(request_id, f"no KV blocks to reserve: {self.kv_cache_manager.usage:.0%} of the cache is in use")
+            paused = "" if self._pause_state is PauseState.UNPAUSED else ", and the engine is paused"
+            return Refused(request_id, f"no KV blocks to reserve: {self.kv_cache_manager.usage:.0%} of the cache is in use{paused}")
         assert micro.plan.hand_off_at is not None
         tokens = min(self.requests[request_id].num_computed_tokens, micro.plan.hand_off_at)
         return Granted(request_id, micro.cached_tokens, tokens)

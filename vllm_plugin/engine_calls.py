@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 
 from vllm_plugin.device import profile_key
@@ -58,11 +59,11 @@ def dynaserve_prepare(self: Any) -> bool:
     """A beta is about to resume: an engine at rest runs one step for nothing, since its first one takes longer.
 
     False: it is not at rest, or somebody has asked for something else, which would wait for that step; or it has adapters, which
-    such a step would unload (`LoRAModelRunnerMixin.maybe_setup_dummy_loras`).
+    such a step would unload (`LoRAModelRunnerMixin.maybe_setup_dummy_loras`), or is paused, perhaps asleep without its weights.
     """
     if self.has_work() or not self.input_queue.empty() or not self.scheduler.steps.at_rest(time.monotonic()):
         return False
-    if self.vllm_config.lora_config is not None:
+    if self.vllm_config.lora_config is not None or self.scheduler.pause_state is not PauseState.UNPAUSED:
         return False
     self.scheduler.micro.counts["prepared"] += 1
     self.execute_dummy_batch()

@@ -123,6 +123,7 @@ class FleetClient(Failover):
         self._draining = set()
         self._loading = {}
         self._stopping = set()
+        self._file: InstanceFile | None = None
         self._timeout_s = timeout_s
         self._grammar_library: str | None = None
         self._leaving = False
@@ -134,17 +135,26 @@ class FleetClient(Failover):
         self._adapters = AdapterLoader(self._links.send)
         self._header_decoder: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
 
-    async def connect(self, timeout_s: float = 10.0) -> None:
-        """Says hello to every gateway; raises ConfigError, naming it, if one does not answer as the instance described."""
+    async def connect(self, timeout_s: float = 10.0, *, may_lack: bool = False) -> None:
+        """Says hello to every gateway: see `FleetLinks.connect`. Raises ConfigError."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        await self._links.connect(list(self.instances.values()), timeout_s)
+        await self._links.connect(list(self.instances.values()), timeout_s, may_lack=may_lack)
 
     def watch(self, instances_file: Path | None = None) -> None:
         """The server is up: see `FleetLinks.watch`. instances_file: names the fleet from now on."""
         self._links.watch()
         if instances_file is not None:
-            file = InstanceFile(instances_file, lambda: self.instances.keys() - self._draining, self.add_instance, self.remove_instance)
-            self._links.spawn(file.follow())
+            self._file = InstanceFile(instances_file, self._staying, self.add_instance, self.remove_instance)
+            self._links.spawn(self._file.follow())
+
+    def _staying(self) -> set[str]:
+        return self.instances.keys() - self._draining
+
+    async def take_out(self, url: str) -> None:
+        """As `remove_instance`, for who asks over HTTP. Raises ConfigError."""
+        if self._file is not None:
+            self._file.check_not_named(url.rstrip("/"))
+        await self.remove_instance(url)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs it until the client is shut down; what it raises ends the front-end."""

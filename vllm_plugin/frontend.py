@@ -138,6 +138,8 @@ def serve(argv: list[str], config: FrontendConfig | None) -> None:
     if args.model_tag is not None:
         args.model = args.model_tag
     configure_logging_from_args(args)
+    if (servers := args.api_server_count or 1) > 1:
+        raise ConfigError(f"--api-server-count is {servers}: a front-end is one process, start another one over the same instances")
     fleet.check_model(args.model, config.instances)
     patches.check_vllm()
     _fit(args, config)
@@ -209,7 +211,7 @@ async def _serve(args: argparse.Namespace, client: FleetClient, config: Frontend
     if vllm_config.observability_config.otlp_traces_endpoint is not None:  # vLLM has set up where its spans go, and so ours
         client.watchers.append(partial(request_spans.emit, trace.get_tracer("dynaserve")))
     try:
-        await client.connect()
+        await client.connect(may_lack=config.instances_file is not None)
         if config.length_history is not None:
             client.spawn(_save_now_and_then(config.length_history, config.placer.lengths))
         # h11: the limits of --h11-max-incomplete-event-size act in no other parser, and httptools has none of its own.

@@ -163,7 +163,7 @@ class FrontendEndpoint:
         async def remove(url: str, request: Request) -> MembershipAnswer:
             client = _client(request)
             try:
-                await client.remove_instance(url)
+                await client.take_out(url)
             except ConfigError as error:
                 raise HTTPException(400, str(error)) from error
             name = url.rstrip("/")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections import defaultdict
@@ -298,7 +299,7 @@ class Gateway:
             except (ValueError, msgspec.MsgspecError, RecursionError, IndexError, NotImplementedError) as error:
                 await self._send(identity, Step([Refused(request_id, f"its payload is malformed: {error}")], self.load, time.monotonic()))
                 raise
-            obstacle = self._unfit(request)
+            obstacle = self._unfit(request, plan.output_token_ids or [])
         if obstacle is not None:
             await self._send(identity, Step([Refused(request_id, obstacle)], self.load, time.monotonic()))
             return False
@@ -336,11 +337,14 @@ class Gateway:
             return f"hand-off point {hand_off_at} is outside (0, {self.description.max_model_len})"
         return None
 
-    def _unfit(self, request: EngineCoreRequest) -> str | None:
+    def _unfit(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> str | None:
         if request.sampling_params is None or not request.prompt_token_ids:
             return "only generation from token ids runs through the gateway"
         if len(request.prompt_token_ids) >= self.description.max_model_len:
             return f"prompt of {len(request.prompt_token_ids)} tokens, at most {self.description.max_model_len - 1} fit"
+        most = min(self.description.max_model_len - len(request.prompt_token_ids), request.sampling_params.max_tokens or math.inf)
+        if len(output_token_ids) >= most:
+            return f"{len(output_token_ids)} tokens of the answer are there, which ends with {most}"
         if request.lora_request is not None and request.lora_request.lora_int_id not in self.adapters:
             return f"LoRA adapter {request.lora_request.lora_name} is not loaded"
         return None

@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynaserve import stock
+from dynaserve import direct_http, stock
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.instance_link import LinkLost
@@ -117,7 +117,7 @@ class StockLink:
         self._max_model_len = instance.description.max_model_len
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         timeout = httpx.Timeout(NO_ANSWER_S, read=None)
-        self._http = httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits, trust_env=False)
+        self._http = direct_http.async_client(self._url, timeout, limits)
         self._said: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: dict[str, asyncio.Task[None]] = {}

@@ -29,7 +29,8 @@ class Outcome:
     """Of one system. rates_per_s: of each repetition the highest that passed, None: not even the least did.
 
     saturation_per_s: of requests that are sent at once. cut_share, client_lag_p99_ms: as `Comparison` tells them. The rest is of the
-    (first) run at the capacity; None: there was none, or nothing is in front of the servers.
+    (first) run at the capacity; None: there was none, or nothing is in front of the servers. is_least: even the highest rate that was
+    tried passed, so that the capacity is at least this.
     """
 
     rates_per_s: Sequence[float | None]
@@ -40,6 +41,7 @@ class Outcome:
     front_cores: float | None
     cut_share: float | None
     client_lag_p99_ms: float | None
+    is_least: bool = False
 
     @property
     def servable(self) -> bool:
@@ -58,33 +60,43 @@ class Outcome:
             front_cores=None if run is None else run.front_cores,
             cut_share=comparison.cut_share(name),
             client_lag_p99_ms=comparison.client_lag_p99_ms(name),
+            is_least=comparison.is_least(name),
         )
 
 
 @dataclass(frozen=True)
 class Over:
-    """Capacity of our system over that of a baseline."""
+    """Capacity of our system over that of a baseline. is_least: it is at least that."""
 
     baseline: str
     ratio: Ratio
+    is_least: bool = False
+
+    def __str__(self) -> str:
+        return f"{'≥ ' if self.is_least else ''}{self.ratio}"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One workload at one SLO. systems: by name. commit: what was measured."""
+    """One workload at one SLO. systems: by name. commit: what was measured. duration_s: of each run, of which there were at most
+    most_runs of a rate."""
 
     workload: str
     tbt_slo_ms: float
     commit: str
+    duration_s: float
+    most_runs: int
     systems: Mapping[str, Outcome]
 
     def over_worst(self, baselines: Iterable[str]) -> Over | None:
-        """To that one of these beside which it looks worst; None: none is servable, or one side was not measured."""
-        servable = [name for name in baselines if name in self.systems and self.systems[name].servable]
-        if OURS not in self.systems or not servable:
+        """To that one of these beside which it looks worst; None: none is servable, one side was not measured, or a baseline has a
+        capacity of which is only known what it is at least."""
+        servable = {name: self.systems[name] for name in baselines if name in self.systems and self.systems[name].servable}
+        if OURS not in self.systems or not servable or any(baseline.is_least for baseline in servable.values()):
             return None
-        ours = self.systems[OURS].rates_per_s
-        return min((Over(name, _ratio(ours, self.systems[name].rates_per_s)) for name in servable), key=lambda over: over.ratio.value)
+        ours = self.systems[OURS]
+        found = [Over(name, _ratio(ours.rates_per_s, its.rates_per_s), ours.is_least) for name, its in servable.items()]
+        return min(found, key=lambda over: over.ratio.value)
 
 
 def values_over(baselines: Sequence[str], compared: Iterable[Compared]) -> dict[str, float]:
@@ -129,7 +141,7 @@ def read(folder: Path, options: Mapping[str, Any], repetitions: int) -> Compared
     if results.get("options") != options or (comparison := _first(results, repetitions)) is None:
         return None
     systems = {name: Outcome.of(comparison, name) for name in comparison.turns}
-    return Compared(comparison.workload, comparison.slo.tbt_ms, results["commit"], systems)
+    return Compared(comparison.workload, comparison.slo.tbt_ms, results["commit"], options["duration_s"], options["most_runs"], systems)
 
 
 def _first(results: Mapping[str, Any], repetitions: int) -> Comparison | None:

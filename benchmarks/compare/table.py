@@ -14,7 +14,7 @@ from benchmarks.compare.outcome import Compared, Outcome, geometric_mean, values
 def markdown(at_one_slo: Sequence[Compared]) -> str:
     """at_one_slo: at least one comparison; all have the same systems."""
     parts = [
-        f"P99 TBT within {at_one_slo[0].tbt_slo_ms:g} ms: capacity in requests/s / goodput in tokens/s / P99 TTFT in s"
+        f"P99 TBT within {at_one_slo[0].tbt_slo_ms:g} ms, {_runs(at_one_slo)}: capacity in requests/s / goodput in tokens/s / P99 TTFT in s"
         " [/ cores that the front-end keeps busy]; client lag: the greatest P99 of the runs that count, in ms",
         _rows(["", *(one.workload for one in at_one_slo), "client lag"], _systems(at_one_slo)),
         f"Capacity of {OURS} over that of, [95 %]:",
@@ -41,6 +41,13 @@ def data(at_one_slo: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
+def _runs(at_one_slo: Sequence[Compared]) -> str:
+    """Short ones find more where a queue grows: within 20 s it may grow by a second."""
+    durations_s = sorted({one.duration_s for one in at_one_slo})
+    most = max(one.most_runs for one in at_one_slo)
+    return f"runs of {', '.join(f'{duration_s:g}' for duration_s in durations_s)} s, at most {most} of a rate"
+
+
 def _systems(at_one_slo: Sequence[Compared]) -> Iterator[list[str]]:
     for name in at_one_slo[0].systems:
         outcomes = [one.systems[name] for one in at_one_slo]
@@ -51,7 +58,8 @@ def _cell(outcome: Outcome) -> str:
     if not outcome.servable:
         return f"not servable, {outcome.saturation_per_s:.3g} at once"
     assert outcome.ttft_p99_ms is not None
-    figures = f"{outcome.capacity_per_s:.3g} / {outcome.goodput_tokens_per_s:.0f} / {outcome.ttft_p99_ms / 1e3:.1f}"
+    least = "≥ " if outcome.is_least else ""
+    figures = f"{least}{outcome.capacity_per_s:.3g} / {outcome.goodput_tokens_per_s:.0f} / {outcome.ttft_p99_ms / 1e3:.1f}"
     return figures if outcome.front_cores is None else f"{figures} / {outcome.front_cores:.2f}"
 
 
@@ -70,7 +78,7 @@ def _over(rival: Rival, one: Compared) -> str:
     over = one.over_worst(rival.baselines)
     if over is None:
         return "-"
-    return str(over.ratio) if len(rival.baselines) == 1 else f"{over.ratio} ({over.baseline})"
+    return str(over) if len(rival.baselines) == 1 else f"{over} ({over.baseline})"
 
 
 def _mean(rival: Rival, at_one_slo: Sequence[Compared]) -> float | None:

@@ -92,8 +92,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
     what = args.what
     if what not in OVER_MANY and (args.workloads or args.tbt_slo_ms):
         return f"--workloads and --tbt-slo-ms are of {', '.join(OVER_MANY)}, not of {what}"
-    if what != "oracle" and (args.stride_tokens or args.seeds):
-        return f"--stride-tokens and --seeds are of oracle, not of {what}"
+    if what != "oracle" and (args.stride_tokens or args.seeds or args.expect):
+        return f"--stride-tokens, --seeds and --expect are of oracle, not of {what}"
     if what not in SEARCHING and args.repetitions:
         return f"--repetitions is of {', '.join(SEARCHING)}, not of {what}"
     if what in OF_WHOLE_TRACES and args.requests:
@@ -113,6 +113,7 @@ def _bench(args: argparse.Namespace) -> Bench:
         slos_ms=args.tbt_slo_ms or setting.SLOS_MS,
         stride_tokens=args.stride_tokens or simulated_policy.USUAL_STRIDE_TOKENS,
         seeds=args.seeds or setting.SEEDS,
+        expect=args.expect or setting.EXACT,
     )
 
 
@@ -137,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     stride, seeds = simulated_policy.USUAL_STRIDE_TOKENS, setting.SEEDS
     parser.add_argument("--stride-tokens", type=options.whole(1), metavar="N", help=f"of oracle: between its cuts (default: {stride})")
     parser.add_argument("--seeds", type=options.whole(2), metavar="N", help=f"of oracle: runs of each policy (default: {seeds})")
+    known = "of oracle: what dynamic knows of lengths, as of dynaserve simulate"
+    parser.add_argument("--expect", metavar="WHAT", help=f"{known} (default: {setting.EXACT})")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as CSV, and of NAME.csv its origin as NAME.provenance.json")
     return parser
 

@@ -36,11 +36,12 @@ class Overloaded:
 def oracle(bench: Bench) -> Iterator[Row]:
     """Throughput over that of an oracle that knows all lengths and tries every cut (each --stride-tokens), by workload and SLO.
 
-    The oracle also tries every fleet plan, its own and each fixed one: of the three, the one with the highest throughput over all seeds
-    counts, of those with a mean P99 TBT within the SLO or that of `dynamic`, but for 1 %: without an SLO to keep, more tokens are no
-    feat. One left out for that is told with what it has. All are overloaded, and offered the same requests; at least 0.99 is wanted. The
-    oracle is slow: --requests 2000 is enough. The error is the standard error of the seeds' own ratios. Its time grows with the lengths
-    over the stride: 16 tokens are 2 ms of prefill on an A100.
+    `dynamic` knows the lengths as well, unless --expect says what it knows of them: what is compared are the search and the plan, request
+    by request by the same objective. The oracle also tries every fleet plan, its own and each fixed one: of the three, the one with the
+    highest throughput over all seeds counts, of those with a mean P99 TBT within the SLO or that of `dynamic`, but for 1 %: without an SLO
+    to keep, more tokens are no feat. One left out for that is told with what it has. All are overloaded, and offered the same requests; at
+    least 0.99 is wanted. The oracle is slow: --requests 2000 is enough. The error is the standard error of the seeds' own ratios. Its time
+    grows with the lengths over the stride: 16 tokens are 2 ms of prefill on an A100.
     """
     with simulations() as pool:
         for slo_ms in bench.slos_ms:
@@ -85,9 +86,10 @@ def _over(here: Overloaded, there: Overloaded) -> tuple[float, float]:
 def _overloaded(bench: Bench, pool: ThreadPoolExecutor, workload: str, rate_per_s: float, slo_ms: str) -> dict[str, Overloaded]:
     """Of `dynamic` and the oracles."""
     offered = ("--rate", f"{rate_per_s:g}", "--drawn", "--tbt-slo-ms", slo_ms, "--batching", "slo")
+    forms = {it: ("--policy", f"{it}:stride={bench.stride_tokens}") for it in ORACLES}
     runs = {
-        policy: [pool.submit(_once, bench, workload, *offered, "--policy", form, "--seed", str(SEED + seed)) for seed in range(bench.seeds)]
-        for policy, form in {"dynamic": "dynamic", **{it: f"{it}:stride={bench.stride_tokens}" for it in ORACLES}}.items()
+        policy: [pool.submit(_once, bench, workload, *offered, *form, "--seed", str(SEED + seed)) for seed in range(bench.seeds)]
+        for policy, form in {"dynamic": ("--policy", "dynamic", "--expect", bench.expect), **forms}.items()
     }
     found = {policy: [run.result() for run in seeds] for policy, seeds in runs.items()}
     return {policy: Overloaded(*zip(*seeds, strict=True)) for policy, seeds in found.items()}

@@ -34,6 +34,8 @@ SEED = 1
 """Of each run; of several, or of several searches, that of the first."""
 SEEDS = 10
 """Of `oracle`: one run differs by some 1.5 % from another that is placed but for one request alike."""
+EXACT = "exact"
+"""What policies know of the lengths of answers (`dynaserve simulate --expect`)."""
 WORKLOADS = {"azure-code": 4.0, "bursty-chat": 4.0, "arxiv-summarization": 3.0, "mini-reasoning": 2.5}
 """Of Figures 8 and 9, and the rate that a search begins with."""
 
@@ -81,8 +83,8 @@ class Bench:
     """Where the data is, and how long each run is.
 
     traces None: only fixed shapes and mini-reasoning can be loaded. requests None: all that the workload has, or --duration-s.
-    workloads, slos_ms: of a table over many; workloads None: all of it. stride_tokens, seeds: of `oracle`: how far apart it tries
-    cuts, and how many runs of each policy.
+    workloads, slos_ms: of a table over many; workloads None: all of it. stride_tokens, seeds, expect: of `oracle`: how far apart it tries
+    cuts, how many runs of each policy, and what `dynamic` knows of lengths.
     """
 
     grid: Path
@@ -94,6 +96,7 @@ class Bench:
     slos_ms: Sequence[str] = SLOS_MS
     stride_tokens: int = simulated_policy.USUAL_STRIDE_TOKENS
     seeds: int = SEEDS
+    expect: str = EXACT
 
     def chosen(self, first_per_s: Mapping[str, float]) -> dict[str, float]:
         """Of a table's workloads those that are wanted. Raises ConfigError where it lacks one of them, WorkloadError where one cannot be

@@ -40,6 +40,7 @@ SWEEPS = {
     "hand-off": ("--hand-off-ms", ("1", "10", "50", "200")),
     "kv-bandwidth": ("--kv-gbytes-per-s", ("0.25", "0.5", "1", "2", "5", "25")),
     "kv-transfer": ("--kv-transfer", ("blocks", "end")),
+    "step-noise": ("--step-sigma", ("0.02", "0.05", "0.1", "0.2")),
     "length-error": ("--expect", ("exact", "lognormal:0.2", "lognormal:0.5", "lognormal:1", "mean")),
     "split": ("--policy", CUTS),
     "mix": ("--workload", MIXES),

@@ -8,10 +8,13 @@
 namespace dynaserve {
 namespace {
 
-void CheckAtLeast(const char* field, std::int64_t value, std::int64_t least) {
-  if (value < least) {
+// Sums of a few of them, and products with a number of steps, are far from the end of the range.
+constexpr std::int64_t kMost = std::int64_t{1} << 40;
+
+void CheckBetween(const char* field, std::int64_t value, std::int64_t least) {
+  if (value < least || value > kMost) {
     throw std::invalid_argument(std::string(field) + " is " + std::to_string(value) +
-                                "; it must be at least " + std::to_string(least));
+                                "; it must lie between " + std::to_string(least) + " and 2^40");
   }
 }
 
@@ -27,10 +30,10 @@ bool EraseKey(Requests& requests, std::uint64_t key, KeyOf key_of) {
 }  // namespace
 
 void Validate(const InstanceLimits& limits) {
-  CheckAtLeast("max_requests", limits.max_requests, 1);
-  CheckAtLeast("max_step_tokens", limits.max_step_tokens, 1);
-  CheckAtLeast("kv_tokens", limits.kv_tokens, 1);
-  CheckAtLeast("min_prefill_tokens", limits.min_prefill_tokens, 0);
+  CheckBetween("max_requests", limits.max_requests, 1);
+  CheckBetween("max_step_tokens", limits.max_step_tokens, 1);
+  CheckBetween("kv_tokens", limits.kv_tokens, 1);
+  CheckBetween("min_prefill_tokens", limits.min_prefill_tokens, 0);
   if (!(limits.step_ms > 0.0)) {
     throw std::invalid_argument("step_ms is " + std::to_string(limits.step_ms) +
                                 "; it must be above 0");
@@ -78,7 +81,7 @@ void ExecutionPredictor::Snapshot(double now_ms, std::vector<VirtualRequest>& ru
     running.push_back({decode.key, decode.end_context - left, 0, left, base_.now_ms});
   }
   for (const Prefill& prefill : base_.prefills) running.push_back(prefill.request);
-  waiting = base_.waiting;
+  waiting.assign(base_.waiting.begin(), base_.waiting.end());
 }
 
 void ExecutionPredictor::Add(const VirtualRequest& request, double now_ms) {
@@ -344,11 +347,15 @@ std::optional<Forecast> ExecutionPredictor::ChangeIn(State& state,
 }
 
 void ExecutionPredictor::Check(const VirtualRequest& request) const {
-  CheckAtLeast("context_tokens", request.context_tokens, 0);
-  CheckAtLeast("prefill_tokens", request.prefill_tokens, 0);
-  CheckAtLeast("decode_tokens", request.decode_tokens, 0);
+  CheckBetween("context_tokens", request.context_tokens, 0);
+  CheckBetween("prefill_tokens", request.prefill_tokens, 0);
+  CheckBetween("decode_tokens", request.decode_tokens, 0);
   if (request.prefill_tokens + request.decode_tokens < 1) {
     throw std::invalid_argument("a virtual request has no tokens to compute");
+  }
+  if (request.key >> 63 != 0) {
+    throw std::invalid_argument("key is " + std::to_string(request.key) +
+                                "; it must be below 2^63");
   }
   if (!(request.ready_ms < kNever)) {
     throw std::invalid_argument("ready_ms is " + std::to_string(request.ready_ms) +

@@ -17,8 +17,8 @@ SearchRequest RestOf(const SearchRequest& request, const VirtualRequest& standin
       request.likely_output_tokens -
       std::min(request.expected_output_tokens, request.likely_output_tokens);
   rest.prompt_tokens = standing.context_tokens;
-  rest.expected_output_tokens = standing.decode_tokens;
-  rest.likely_output_tokens = standing.decode_tokens + unlikely;
+  rest.expected_output_tokens = 1 + standing.decode_tokens;
+  rest.likely_output_tokens = rest.expected_output_tokens + unlikely;
   return rest;
 }
 
@@ -63,7 +63,7 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
   Outcome goes = search.PriceDecoding(decoding.beta, rest, options, now_ms);
   if (goes.decode_step_ms > to.limits().step_ms) return std::nullopt;
   const double to_queue_ms = to.PrefillFreeMs(now_ms) - now_ms;
-  // As Sketch::RunningMs() has it.
+  // As in Sketch::RunningMs(), a step beside prefill where anything waits for that.
   const bool steps_are_full = to_queue_ms > 0.0 && std::isfinite(to.limits().step_ms);
   const double running_ms =
       steps_are_full ? std::max(goes.decode_step_ms, to.limits().step_ms) : goes.decode_step_ms;

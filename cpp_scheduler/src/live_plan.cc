@@ -163,8 +163,8 @@ Placement LiveFleet::Choose(const RequestSpec& request, std::span<const Instance
 }
 
 SearchInstance LiveFleet::Seen(Instance& instance, std::int64_t own_promise) const {
-  return {instance.predictor.get(), plan_.gathering > 0 && !instance.gathers, 0,
-          instance.promised_tokens - own_promise};
+  const bool keeps_free = plan_.gathering > 0 && !instance.gathers && instance.accepts_new;
+  return {instance.predictor.get(), keeps_free, 0, instance.promised_tokens - own_promise};
 }
 
 // Where the gathering instances are short of room or steps and none has any for this prompt, it
@@ -177,7 +177,7 @@ bool LiveFleet::GathererHasRoom(std::int64_t prompt_tokens, double now_ms) {
   });
 }
 
-// Of steps, where its kind is short of these, and in any case of memory and seats.
+// Of steps, where its kind is short of these, and of memory and seats, where it is short of any.
 bool LiveFleet::HasRoom(Instance& gatherer, std::int64_t prompt_tokens, double now_ms) {
   if (!plan_.is_short_of_room && !plan_.is_short_of_steps) return true;
   const InstanceLimits& limits = gatherer.limits;

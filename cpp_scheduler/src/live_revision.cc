@@ -90,8 +90,8 @@ std::optional<Revision> LiveFleet::ReviseWhole(Entry& entry, double now_ms) {
   return revision;
 }
 
-// Of those where all that decode, or are going to, have room beside one more, also when they have
-// grown as old as decodes become.
+// Of those where all that decode, or are going to, have seats, memory and time beside one more,
+// also when they have grown as old as decodes become.
 LiveFleet::Instance* LiveFleet::RoomiestGatherer(std::int64_t context_tokens, double now_ms,
                                                  InstanceId& instance_id) {
   Instance* roomiest = nullptr;
@@ -101,6 +101,9 @@ LiveFleet::Instance* LiveFleet::RoomiestGatherer(std::int64_t context_tokens, do
     if (!instance.gathers || !instance.accepts_new || room <= most) continue;
     if (!HasRoom(instance, context_tokens, now_ms)) continue;
     const std::int64_t decodes = instance.predictor->Answers(now_ms) + 1;
+    if (decodes > instance.limits.max_requests) continue;
+    const std::int64_t held = instance.predictor->LoadThen(now_ms).kv_tokens;
+    if (held + context_tokens > instance.limits.kv_tokens) continue;
     if (AtMeanAgeMs(instance, decodes) > instance.limits.step_ms) continue;
     roomiest = &instance;
     most = room;

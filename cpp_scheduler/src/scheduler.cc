@@ -72,10 +72,10 @@ Scheduler::Scheduler(const Options& options, const ProfileTable* table)
 }
 
 void Scheduler::Observe(const InstanceState& instance) {
+  Validate(instance.limits);
   if (live_) {
     live_->Observe(instance);
   } else if (Predicts(options_.policy)) {
-    Validate(instance.limits);
     unpredicted_.insert_or_assign(instance.instance_id, instance);
   }
   fleet_.Observe(instance);

@@ -127,7 +127,7 @@ Outcome SplitSearch::Priced(const Sketch& decoding, const SearchRequest& request
                             const SearchOptions& options) const {
   Outcome outcome;
   outcome.decode_step_ms = decoding.decode_step_ms;
-  outcome.decode_tokens = static_cast<double>(request.expected_output_tokens);
+  outcome.decode_tokens = static_cast<double>(request.expected_output_tokens - 1);
   outcome.token_ms = decoding.TokenMs();
   outcome.decodes_late_ms = decoding.decodes_late_ms;
   const auto likely_end =

@@ -489,6 +489,8 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
         "report_every_ms is " + std::to_string(options.report_every_ms) + "; it must be above 0");
   Check(options.ttft_slo_ms > 0.0,
         "ttft_slo_ms is " + std::to_string(options.ttft_slo_ms) + "; it must be above 0");
+  Check(options.tbt_slo_ms > 0.0,
+        "tbt_slo_ms is " + std::to_string(options.tbt_slo_ms) + "; it must be above 0");
   Check(options.step_sigma >= 0.0 && std::isfinite(options.step_sigma),
         "step_sigma is " + std::to_string(options.step_sigma) + "; it must not be negative");
   Check(options.drift_sigma >= 0.0 && std::isfinite(options.drift_sigma),

@@ -26,6 +26,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <optional>
 #include <span>
@@ -65,7 +66,8 @@ struct InstanceLimits {
 };
 
 // Throws std::invalid_argument, naming the field, unless max_requests, max_step_tokens and
-// kv_tokens are at least 1, min_prefill_tokens is not negative and step_ms is above 0.
+// kv_tokens are at least 1, min_prefill_tokens is not negative, none of them is above 2^40, and
+// step_ms is above 0.
 void Validate(const InstanceLimits& limits);
 
 // Times are absolute milliseconds; infinity: did not happen within the prediction.
@@ -237,7 +239,8 @@ class ExecutionPredictor {
     std::vector<Decode> decodes;    // a heap, the next to end on top
     bool has_first_tokens = false;  // some of them are betas that sample their first one now
     std::vector<Prefill> prefills;
-    std::vector<VirtualRequest> waiting;
+    // Under overload there are thousands, of which the first leave one by one.
+    std::deque<VirtualRequest> waiting;
   };
   struct Ended {
     std::uint64_t key;

@@ -1,5 +1,5 @@
 // LiveFleet predicts what every instance of a fleet is going to run, and places requests by it:
-// the policies kDynamic (split_search.h under the plan of fleet_planner.h) and kPaper.
+// the policies kDynamic (split_search.h under the plan of fleet_planner.h), kExhaustive and kPaper.
 //
 // A placed request stays on the timelines of its instances until Finish(): what is predicted to be
 // over, and is not, is put back by the next Report().  Time never goes back; an earlier one counts
@@ -86,8 +86,9 @@ class LiveFleet {
   // Replaces, for these requests, predicted by actual progress on the instance.  Ids that are not
   // there are ignored.  An alpha beyond its cut stops with its step; a beta whose alpha is not
   // there yet has not begun, whatever was predicted.  The instance is between two steps now.  What
-  // has not begun waits, in the order of `progress`, before what comes later; of betas, which may
-  // wait for their KV, this says nothing.
+  // has not begun waits, before what comes later: what was predicted to have begun in the order of
+  // `progress`, before what was predicted to wait.  Of betas, which may wait for their KV, this
+  // says nothing.
   void Report(const InstanceId& instance_id, std::span<const Progress> progress, double now_ms);
 
   // Replaces what others have on the instance.  One that is past its end has nothing more to run,

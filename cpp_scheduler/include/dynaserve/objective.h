@@ -27,7 +27,7 @@ struct Outcome {
   double hand_off_ms = 0.0;      // the price of a cut, beyond what it adds to the TTFT
   double gap_ms = 0.0;           // between two tokens of the answer, where a hand-off shows there
   double decode_step_ms = 0.0;   // of the decodes alone, where it will decode, with it
-  double decode_tokens = 0.0;    // expected
+  double decode_tokens = 0.0;    // steps: of the answer all but the first, prefill's
   double overflow_tokens = 0.0;  // of KV beyond what the instance has, at the likely end
   double token_ms = 0.0;         // to compute one such token again
   double decodes_late_ms = 0.0;  // per step, that the decodes where it will decode are later
