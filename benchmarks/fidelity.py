@@ -2,10 +2,10 @@
 
 Two instances of SmolLM2, one core each, with SLO-aware batches; a front-end for each policy. First all requests of a run are sent at
 once: half of the rate at which they are answered is that of all runs, unless --rate is given. Another run teaches the instances their
-profile. The simulator then gets the profile that the first one had learnt by its end, the errors of both instances' predictions
-meanwhile, how long hand-overs took beside steps, and the very same requests at the same times; one run of them decides about a rate of
-the search for a capacity, here and there. It has no front-end and no client, which share the cores of the real one. Hand-overs are timed
-under disaggregation, where beta's own first step is one of decodes.
+profile. The simulator then gets, for each policy, the profile of each instance as that had learnt it by the end of its runs, the errors
+of their predictions meanwhile, how long hand-overs took beside steps, and the very same requests at the same times; one run of them
+decides about a rate of the search for a capacity, here and there. It has no front-end and no client, which share the cores of the real
+one. Hand-overs are timed under disaggregation, where beta's own first step is one of decodes.
 The simulator is told the exact lengths of answers (`--expect exact`), while the front-end predicts them from the answers that it has
 seen, and from `max_tokens`, which is the exact length, too.
 """
@@ -154,10 +154,19 @@ def run(load: Load, folder: Path) -> None:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
             check()
             timing = Timing(sigma_of(logs, began_s), hand_off_ms)
-            simulated = _simulate(load, policy, profile, timing)
+            simulated = _simulate(load, policy, _learnt_by(folder, policy), timing)
             table.append((policy, real, simulated))
             _print(policy, real, simulated, timing)
             _write(folder / TABLE, table)
+
+
+def _learnt_by(folder: Path, policy: str) -> list[Path]:
+    """What each instance has learnt by now, kept under the policy's name. On one machine two of them differ, and from one hour to the
+    next both."""
+    kept = [folder / f"{policy}-learnt-{index}.json" for index in range(LocalFleet.instances)]
+    for index, path in enumerate(kept):
+        shutil.copyfile(folder / f"profile-{index}.json", path)
+    return kept
 
 
 def _at_a_rate(load: Load, url: str) -> Load:
@@ -248,9 +257,9 @@ def hand_off_ms_of(records: Sequence[Mapping[str, Any]], step_ms: float) -> floa
     return max(LEAST_HAND_OFF_MS, median(times_ms) - step_ms) if times_ms else None
 
 
-def _simulate(load: Load, policy: str, profile: Path, timing: Timing) -> Figures:
+def _simulate(load: Load, policy: str, profiles: Sequence[Path], timing: Timing) -> Figures:
     """The margin of the local scheduler and the noise of the steps are both the measured sigma."""
-    fleet = ("--profile", str(profile), "--policy", policy, "--batching", "slo", "--expect", "exact")
+    fleet = ("--profile", *map(str, profiles), "--policy", policy, "--batching", "slo", "--expect", "exact")
     limits = ("--chunk", str(MOST_STEP_TOKENS), "--max-running", str(MOST_RUNNING), "--kv-tokens", str(kv_tokens(fast_dtype())))
     arguments = [*fleet, *timing.arguments(), *limits, *load.shared()]
     found = simulate.one_run(arguments).summary

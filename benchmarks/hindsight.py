@@ -144,7 +144,7 @@ def by_chance(
         ends = []
         for _ in range(FUTURES):
             coming = _drawn_after(came_ms, draw, rng)
-            result = simulate(table, [_simulated(one, before[0][0]) for one in (*before, *coming)], fleet(rng.getrandbits(32)))
+            result = simulate([table], [_simulated(one, before[0][0]) for one in (*before, *coming)], fleet(rng.getrandbits(32)))
             ends.append(result.outcomes[len(before) - 1].end_ms + before[0][0] - came_ms)
         errors += [abs(end - median(ends)) / end for end in ends]
     return errors

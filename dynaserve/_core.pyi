@@ -1200,8 +1200,9 @@ class SimulationResult:
 def gap_bin_ms(bin: int) -> float:
     """The lower end of a bin of gap_counts."""
 
-def simulate(table: ProfileTable, requests: Sequence[SimulatedRequest], options: SimulationOptions) -> SimulationResult:
+def simulate(tables: Sequence[ProfileTable], requests: Sequence[SimulatedRequest], options: SimulationOptions) -> SimulationResult:
     """
     Plays all requests, in order of arrival, to their end.
-    ValueError: options or requests that cannot be.
+    tables: of each instance, or one for all.
+    ValueError: tables, options or requests that cannot be.
     """

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynaserve import latency_profile
 from dynaserve.bench import latency_tables, simulate, simulated, trial
 from dynaserve.bench.capacity import SEARCH_OPTIONS
 from dynaserve.bench.measures import Slo
 from dynaserve.errors import ConfigError
 from dynaserve.global_scheduler import Options, Policy
+from dynaserve.latency_profile import ProfileKey
 from dynaserve.simulation import Batching, EngineOptions, SimulatedRequest, SimulationOptions, SimulationResult, gap_bin_ms
 from dynaserve.simulation import simulate as play
 from dynaserve.step_latency import ProfileTable
@@ -84,7 +86,7 @@ def run(
         ttft_slo_ms=ttft_slo_ms,
         seed=seed,
     )
-    return play(table(roofline), rows, options)
+    return play([table(roofline)], rows, options)
 
 
 def test_a_prompt_takes_its_chunks_and_each_further_token_a_step() -> None:
@@ -539,6 +541,24 @@ def test_a_rate_above_which_none_was_tried_is_told_as_the_least_and_is_no_capaci
     assert capsys.readouterr().out == "capacity at least 4 requests/s (least 4, most 4)\n"
     with pytest.raises(ConfigError, match="even 4 requests/s passed, the highest rate tried"):
         simulate.capacities(searched)
+
+
+def test_each_instance_may_have_a_profile_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = ProfileKey(model="m", dtype="float32", device="d", parallelism="tp1", vllm_version="0.32.0")
+    files = [str(tmp_path / name) for name in ("quick.json", "slow.json")]
+    for file, roofline in zip(files, ("10,0,1,0,0,0", "20,0,1,0,0,0"), strict=True):
+        latency_profile.save(Path(file), table(roofline), key, "made up")
+    run = ("--workload", "sample", "--requests", "40", "--rate", "1")
+
+    def p99_ms(*profiles: str) -> float:
+        found = simulate.one_run(["--profile", *profiles, *run]).summary.tbt_ms.p99
+        assert found is not None
+        return found
+
+    assert p99_ms(files[0]) == pytest.approx(10.0, rel=0.1)
+    assert p99_ms(*files) == pytest.approx(20.0, rel=0.1)
+    assert command("--profile", *files, *run, "--instances", "3") == 2
+    assert capsys.readouterr().err.endswith("--profile names 2 files for 3 instances: it must be one, or one of each\n")
 
 
 def test_a_refused_simulation_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,15 +69,15 @@ void BindSimulator(nb::module_& m) {
   m.def("gap_bin_ms", &GapBinMs, "bin"_a, "The lower end of a bin of gap_counts.");
   m.def(
       "simulate",
-      [](ProfileTable table, const std::vector<SimulatedRequest>& requests,
-         const SimulationOptions& options) {  // a table of its own: reading one writes into it
+      [](const std::vector<ProfileTable>& tables, const std::vector<SimulatedRequest>& requests,
+         const SimulationOptions& options) {  // tables of its own: reading one writes into it
         const nb::gil_scoped_release unlocked;
-        return Simulate(table, requests, options);
+        return Simulate(tables, requests, options);
       },
-      "table"_a, "requests"_a, "options"_a,
-      "Plays all requests, in order of arrival, to their end.\nValueError: options or requests "
-      "that "
-      "cannot be.");
+      "tables"_a, "requests"_a, "options"_a,
+      "Plays all requests, in order of arrival, to their end.\ntables: of each instance, or one "
+      "for "
+      "all.\nValueError: tables, options or requests that cannot be.");
 }
 
 }  // namespace dynaserve

@@ -81,7 +81,7 @@ void ExecutionPredictor::Snapshot(double now_ms, std::vector<VirtualRequest>& ru
     running.push_back({decode.key, decode.end_context - left, 0, left, base_.now_ms});
   }
   for (const Prefill& prefill : base_.prefills) running.push_back(prefill.request);
-  waiting.assign(base_.waiting.begin(), base_.waiting.end());
+  waiting = base_.waiting;
 }
 
 void ExecutionPredictor::Add(const VirtualRequest& request, double now_ms) {

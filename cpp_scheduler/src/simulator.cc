@@ -54,13 +54,13 @@ InstanceLimits LimitsOf(const EngineOptions& engine, double margin) {
 
 class Simulation {
  public:
-  Simulation(const ProfileTable& table, std::span<const SimulatedRequest> requests,
+  Simulation(std::span<const ProfileTable> tables, std::span<const SimulatedRequest> requests,
              const SimulationOptions& options)
-      : table_(table),
+      : tables_(tables),
         requests_(requests),
         options_(options),
         predicts_(!options.round_robin && Predicts(options.placement.policy)),
-        scheduler_(options.placement, Predicts(options.placement.policy) ? &table : nullptr),
+        scheduler_(options.placement, Predicts(options.placement.policy) ? tables.data() : nullptr),
         random_(options.seed),
         betas_(requests.size(), kNowhere),
         sent_tokens_(requests.size(), 0),
@@ -71,7 +71,7 @@ class Simulation {
     if (Drifts()) {
       learnt_.reserve(count);
       for (std::size_t i = 0; i < count; ++i) {
-        learnt_.emplace_back(table);
+        learnt_.emplace_back(TableOf(i));
         drifts_.push_back({options.drift_sigma * Normal()});
       }
     }
@@ -82,8 +82,8 @@ class Simulation {
       std::snprintf(id, sizeof id, "%08u", static_cast<unsigned>(i));
       index_[id] = static_cast<std::uint32_t>(i);
       scheduler_.Observe({id, true, LimitsOf(options.engine, options.engine.margin)});
-      instances_.emplace_back(Drifts() ? learnt_[static_cast<std::size_t>(i)] : table,
-                              options.engine);
+      const auto at = static_cast<std::size_t>(i);
+      instances_.emplace_back(Drifts() ? learnt_[at] : TableOf(at), options.engine);
       step_ms_.push_back(0.0);
       ids_.emplace_back(id);
     }
@@ -171,7 +171,7 @@ class Simulation {
       return;
     }
     // Of an instance that learns the prediction is not what its steps take.
-    const double usual_ms = Drifts() ? table_.StepMs(instance.shape()) : predicted_ms;
+    const double usual_ms = Drifts() ? TableOf(at).StepMs(instance.shape()) : predicted_ms;
     const double noise = options_.step_sigma * Normal();
     step_ms_[at] = usual_ms * std::exp(noise + DriftOf(at)) + TakeMovingMs(at);
     events_.push({now_ms_ + step_ms_[at], order_++, at, false, {}, at});
@@ -226,6 +226,10 @@ class Simulation {
 
   // With vLLM's own batches an instance tells tokens only.
   bool TellsSteps() const { return options_.engine.batching == Batching::kSlo; }
+
+  const ProfileTable& TableOf(std::size_t at) const {
+    return tables_[tables_.size() == 1 ? 0 : at];
+  }
 
   bool Drifts() const { return options_.drift_sigma > 0.0; }
 
@@ -417,7 +421,7 @@ class Simulation {
     double at_ms = 0.0;
   };
 
-  const ProfileTable& table_;
+  const std::span<const ProfileTable> tables_;
   const std::span<const SimulatedRequest> requests_;
   const SimulationOptions options_;
   const bool predicts_;
@@ -471,7 +475,8 @@ double GapBinMs(std::size_t bin) {
   return bin == 0 ? 0.0 : kLeastGapMs * std::pow(kGapGrowth, static_cast<double>(bin));
 }
 
-SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRequest> requests,
+SimulationResult Simulate(std::span<const ProfileTable> tables,
+                          std::span<const SimulatedRequest> requests,
                           const SimulationOptions& options) {
   Check(options.instances >= 1 && options.instances <= 100000,
         "instances is " + std::to_string(options.instances) + "; it must be in [1, 100000]");
@@ -500,7 +505,10 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
   Check(options.drift_sigma == 0.0 || options.step_sigma > 0.0,
         "drift_sigma is " + std::to_string(options.drift_sigma) +
             " and step_sigma is 0; margins grow by their ratio");
-  CheckTakesTime(table);
+  Check(tables.size() == 1 || tables.size() == static_cast<std::size_t>(options.instances),
+        std::to_string(tables.size()) + " tables for " + std::to_string(options.instances) +
+            " instances; there must be one, or one of each");
+  for (const ProfileTable& table : tables) CheckTakesTime(table);
   double before_ms = 0.0;
   for (const SimulatedRequest& request : requests) {
     Check(request.prompt_tokens >= 1 && request.output_tokens >= 1 &&
@@ -514,7 +522,7 @@ SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRe
               std::to_string(before_ms) + " ms; requests must be in order of arrival");
     before_ms = request.arrival_ms;
   }
-  return Simulation(table, requests, options).Run();
+  return Simulation(tables, requests, options).Run();
 }
 
 }  // namespace dynaserve

@@ -42,9 +42,9 @@ from workloads.trace import TraceRequest
 
 @dataclass(frozen=True)
 class Fleet:
-    """What is simulated; the seed comes with each run."""
+    """What is simulated; the seed comes with each run. tables: of each instance, or one of all."""
 
-    table: ProfileTable
+    tables: Sequence[ProfileTable]
     instances: int
     placement: Options | None
     engine: EngineOptions
@@ -157,7 +157,7 @@ def _simulate(fleet: Fleet, opts: ReplayOptions, fewest: int = 0) -> tuple[list[
         seed=opts.seed,
     )
     try:
-        return requests, simulate(fleet.table, rows, setting)
+        return requests, simulate(fleet.tables, rows, setting)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -185,7 +185,7 @@ def _capacity(args: argparse.Namespace, fleet: Fleet) -> list[search.Found]:
 
 
 def _fleet(args: argparse.Namespace) -> Fleet:
-    table = table_of(args)
+    tables = tables_of(args)
     size = (args.parameters, args.layers, args.hidden, args.peak_tflops)
     if any(size) and not all(size):
         raise ConfigError("--parameters, --layers, --hidden and --peak-tflops are needed together, for MFU")
@@ -207,7 +207,7 @@ def _fleet(args: argparse.Namespace) -> Fleet:
     )
     model = ModelSize(*size) if all(size) else None
     return Fleet(
-        table=table,
+        tables=tables,
         instances=args.instances,
         placement=placement,
         engine=engine,
@@ -223,6 +223,15 @@ def _fleet(args: argparse.Namespace) -> Fleet:
         drift_ms=1e3 * args.drift_s,
         model=model,
     )
+
+
+def tables_of(args: argparse.Namespace) -> list[ProfileTable]:
+    """Of each instance, where there are as many profiles, or one of all. Raises ConfigError."""
+    if args.profile is None:
+        return [table_of(args)]
+    if len(args.profile) not in (1, args.instances):
+        raise ConfigError(f"--profile names {len(args.profile)} files for {args.instances} instances: it must be one, or one of each")
+    return [table_of(argparse.Namespace(**vars(args) | {"profile": profile})) for profile in args.profile]
 
 
 def table_of(args: argparse.Namespace) -> ProfileTable:

@@ -87,7 +87,7 @@ def _parser() -> options.Parser:
         allow_abbrev=False,
     )
     latency = parser.add_argument_group("latency of steps")
-    add_latency(latency)
+    add_latency(latency, each=True)
     _add_noise(latency)
     _add_fleet(parser.add_argument_group("fleet"))
     options.add_workload(parser.add_argument_group("workload"))
@@ -101,9 +101,12 @@ def _parser() -> options.Parser:
     return parser
 
 
-def add_latency(group: Any) -> None:
-    """Options that say how long steps take (`simulate.table_of`, until which those that are not given are None)."""
-    group.add_argument("--profile", type=Path, metavar="FILE", help="of --dynaserve-profile")
+def add_latency(group: Any, *, each: bool = False) -> None:
+    """Options that say how long steps take (`simulate.table_of`, until which those that are not given are None). each: profiles may be
+    those of each instance (`simulate.tables_of`)."""
+    several: dict[str, Any] = {"nargs": "+"} if each else {}
+    help_text = "of --dynaserve-profile: one, or one of each instance" if each else "of --dynaserve-profile"
+    group.add_argument("--profile", type=Path, metavar="FILE", help=help_text, **several)
     group.add_argument("--gpu-grid", type=Path, metavar="FILE", help="CSV of measured steps")
     group.add_argument("--gpu-model", metavar="NAME", help="in the grid, as qwen2.5-14b")
     group.add_argument("--gpu", metavar="NAME", help="in the grid, as a100_sxm")

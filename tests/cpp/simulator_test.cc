@@ -8,12 +8,16 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 
 namespace dynaserve {
 namespace {
+
+// One for all instances.
+std::vector<ProfileTable> One(ProfileTable table) { return {std::move(table)}; }
 
 // Every step takes overhead_ms and token_ms a token.
 ProfileTable Linear(double overhead_ms, double token_ms) {
@@ -40,7 +44,7 @@ TEST(TwoRequestsOnOneInstanceTakeTheStepsThatWereWorkedOutByHand) {
   SimulationOptions options = Fleet(1, Policy::kColocated);
   options.engine.max_step_tokens = 100;
   const std::vector<SimulatedRequest> requests = {{0.0, 150, 3, 3}, {5.0, 60, 2, 2}};
-  const SimulationResult result = Simulate(Linear(10.0, 0.1), requests, options);
+  const SimulationResult result = Simulate(One(Linear(10.0, 0.1)), requests, options);
   // 0-20: 100 of A.  20-40: 50 of A (its first token at 40) and 50 of B.
   // 40-51.1: A's second token and B's last 10 tokens (B's first token).  51.1-61.3: both end.
   CHECK(Near(result.outcomes[0].first_token_ms, 40.0));
@@ -57,7 +61,7 @@ TEST(TwoCutRequestsFollowTheirKv) {
   options.kv_token_ms = 0.5;
   options.hand_off_ms = 1.0;
   const std::vector<SimulatedRequest> requests = {{0.0, 80, 3, 3}, {0.0, 40, 3, 3}};
-  const SimulationResult result = Simulate(Linear(10.0, 0.0), requests, options);
+  const SimulationResult result = Simulate(One(Linear(10.0, 0.0)), requests, options);
   // A's prefill ends at 10, B's at 20 (it came while A's step ran).  The link is busy with A's KV
   // until 50, with B's until 70.  A decodes at 51 and 61, B at 71 and 81.
   CHECK(Near(result.outcomes[0].first_token_ms, 10.0));
@@ -146,7 +150,7 @@ TEST(RandomRunsAreThoseOfANaiveProgram) {
       requests.push_back({at_ms, draw(1, 300), output, output});
     }
     const double overhead_ms = draw(1, 20), token_ms = 0.125 * draw(0, 4);
-    const SimulationResult result = Simulate(Linear(overhead_ms, token_ms), requests, options);
+    const SimulationResult result = Simulate(One(Linear(overhead_ms, token_ms)), requests, options);
     const std::vector<Naive> expected =
         PlayNaively(requests, options.engine.max_step_tokens, options.engine.max_running,
                     overhead_ms, token_ms);
@@ -180,7 +184,7 @@ TEST(EveryTokenIsComputedOnceUnderEveryPolicy) {
         tokens += static_cast<double>(prompt + output - 1);
         gaps += output - 1;
       }
-      const SimulationResult result = Simulate(Linear(5.0, 0.2), requests, options);
+      const SimulationResult result = Simulate(One(Linear(5.0, 0.2)), requests, options);
       double computed = 0.0;
       for (const InstanceUse& use : result.uses) computed += use.tokens;
       CHECK(computed == tokens);
@@ -271,11 +275,22 @@ TEST(WhatComesWithItsKvRunsFirstAndDecodesBeforeIt) {
   CHECK(order == std::vector<std::uint32_t>({2, 1, 3, 0}));
 }
 
+TEST(EachInstanceMayHaveATableOfItsOwn) {
+  const std::vector<SimulatedRequest> requests = {{0.0, 100, 1, 1}, {0.0, 100, 1, 1}};
+  const std::vector<ProfileTable> tables = {Linear(5.0, 0.1), Linear(5.0, 0.4)};
+  const SimulationResult result = Simulate(tables, requests, Fleet(2, Policy::kColocated));
+  CHECK(Near(result.outcomes[0].end_ms, 15.0));
+  CHECK(Near(result.outcomes[1].end_ms, 45.0));
+  const std::string said =
+      THROWN(std::invalid_argument, Simulate(tables, requests, Fleet(3, Policy::kColocated)));
+  CHECK(said == "2 tables for 3 instances; there must be one, or one of each");
+}
+
 TEST(ATableByWhichStepsTakeNoTimeIsRefused) {
   const std::vector<SimulatedRequest> requests = {{0.0, 10, 1, 1}};
   const auto refusal = [&](const Roofline& roofline) {
     return THROWN(std::invalid_argument,
-                  Simulate(ProfileTable(roofline), requests, Fleet(1, Policy::kColocated)));
+                  Simulate(One(ProfileTable(roofline)), requests, Fleet(1, Policy::kColocated)));
   };
   CHECK(refusal({0.0, 0.0, 1.0, 0.0, 1.0, 0.0}) ==
         "by this table one token of prefill takes no time; every step does");
@@ -288,7 +303,7 @@ TEST(AStrideOfNothingIsRefused) {
   options.placement.stride_tokens = 0;
   const std::vector<SimulatedRequest> requests = {{0.0, 10, 1, 1}};
   const std::string said =
-      THROWN(std::invalid_argument, Simulate(Linear(1.0, 0.1), requests, options));
+      THROWN(std::invalid_argument, Simulate(One(Linear(1.0, 0.1)), requests, options));
   CHECK(said == "stride_tokens is 0; it must be at least 1");
 }
 

@@ -26,7 +26,6 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <limits>
 #include <optional>
 #include <span>
@@ -239,8 +238,7 @@ class ExecutionPredictor {
     std::vector<Decode> decodes;    // a heap, the next to end on top
     bool has_first_tokens = false;  // some of them are betas that sample their first one now
     std::vector<Prefill> prefills;
-    // Under overload there are thousands, of which the first leave one by one.
-    std::deque<VirtualRequest> waiting;
+    std::vector<VirtualRequest> waiting;
   };
   struct Ended {
     std::uint64_t key;

@@ -79,9 +79,12 @@ struct SimulationResult {
 // Bin i holds the gaps between tokens in [GapBinMs(i), GapBinMs(i + 1)): 0.5 % wide.
 double GapBinMs(std::size_t bin);
 
-// Plays all requests, which are in order of arrival, to their end.
-// Throws std::invalid_argument, naming the field, for options or requests that cannot be.
-SimulationResult Simulate(const ProfileTable& table, std::span<const SimulatedRequest> requests,
+// Plays all requests, which are in order of arrival, to their end.  tables: what steps take on each
+// instance, by which it plans them, or one for all; the scheduler begins with the first one, and
+// hears what the steps of each took.
+// Throws std::invalid_argument, naming the field, for tables, options or requests that cannot be.
+SimulationResult Simulate(std::span<const ProfileTable> tables,
+                          std::span<const SimulatedRequest> requests,
                           const SimulationOptions& options);
 
 }  // namespace dynaserve
