@@ -138,11 +138,12 @@ def _together(names: Sequence[str], also_check: Check, *, allow_stock: bool) -> 
             first = reference_of([*fitting, instance])
             check(instance, first)
             check_distinct(instance, fitting)
-            also_check(instance, fitting)
+            whole = completed(instance, first)
+            also_check(whole, fitting)
         except ConfigError as error:
             faults.append(error)
         else:
-            fitting.append(completed(instance, first))
+            fitting.append(whole)
     return sorted(fitting, key=lambda one: names.index(one.instance_id)), faults
 
 

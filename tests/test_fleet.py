@@ -187,8 +187,14 @@ def test_what_only_this_front_end_cannot_use_is_left_out_too(monkeypatch: pytest
 
 
 def test_a_server_without_the_plugin_is_compared_with_what_has_it_wherever_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    _answers(monkeypatch, {"http://a": describe(stock=True, instance_epoch=""), "http://b": describe()})
-    assert [instance.instance_id for instance in join(["http://a", "http://b"])] == ["http://a", "http://b"]
+    _answers(monkeypatch, {"http://a": describe(stock=True, instance_epoch="", dtype="unknown"), "http://b": describe()})
+    checked: dict[str, str] = {}
+
+    def also_check(instance: Instance, _: Sequence[Instance]) -> None:
+        checked[instance.instance_id] = instance.description.dtype
+
+    assert [instance.instance_id for instance in join(["http://a", "http://b"], also_check)] == ["http://a", "http://b"]
+    assert checked == dict.fromkeys(("http://a", "http://b"), "float32"), "also what such a server does not tell"
     with pytest.raises(ConfigError, match="none of the instances is a DynaServe instance"):
         join(["http://a"])
 
