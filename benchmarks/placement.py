@@ -5,6 +5,8 @@ that are full of live requests; those whose placement is timed come beside them,
 to the lowest one that an exhaustive search finds: over all whole runs and every cut at each token, inside the prompt, at its end and
 inside the answer, on all ordered pairs of instances. Its fleets are random, with running decodes and waiting prompts.
 The predictor's error is that to walking every step by the same table and batch rule; against real instances, `make bench-predictor`.
+Behind a deep queue the timeline is played again only now and then: what news and a prediction cost there on average, and how far the
+prediction is from that of a timeline that is played anew.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from benchmarks.parsers import parser_of
 from dynaserve.bench.options import whole
 from dynaserve.bench.report import machine
-from dynaserve.execution_predictor import ExecutionPredictor, InstanceLimits, VirtualRequest
+from dynaserve.execution_predictor import ExecutionPredictor, Horizon, InstanceLimits, VirtualRequest
 from dynaserve.global_scheduler import GlobalScheduler, InstanceState, Options, Policy, RequestSpec
 from dynaserve.placement_search import SplitSearch
 from dynaserve.step_latency import ProfileTable, Roofline
@@ -34,6 +36,10 @@ ANSWER_TOKENS = 4_000
 """Of those that fill the fleet: none ends while it lasts."""
 LASTS_MS = 40_000.0
 """Of virtual time, by which contexts have grown; then another full fleet takes its place."""
+DEEP = (100, 700, 2000)
+"""Requests that wait for one instance."""
+NEWS = 200
+NEWS_EVERY_MS = 50.0
 REST_MS = 800.0
 """Between two requests for one instance, on average: some six tenths of what it can prefill beside its decodes."""
 
@@ -48,6 +54,8 @@ def main(arguments: Sequence[str]) -> None:
     print_gaps([_gap(seed) for seed in seeds])
     errors = [_predictor_error(random.Random(seed)) for seed in seeds]
     print(f"predicted end against walking every step, {len(errors)} instances: largest error {max(errors):.1g} of it")
+    for waiting in DEEP:
+        _print_deep_queue(waiting, random.Random(args.seed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,6 +149,34 @@ def _predictor_error(rng: random.Random) -> float:
     walking.play_out()
     assert walked.end_ms is not None
     return abs(predicted_ms - walked.end_ms) / (walked.end_ms - now_ms)
+
+
+def _print_deep_queue(waiting: int, rng: random.Random) -> None:
+    """News is of an instance whose steps take up to a tenth more or less than was foretold."""
+    table, limits = ProfileTable(A100_14B), InstanceLimits(max_requests=128, step_ms=95.0, kv_tokens=2_000_000)
+    instance, told = ExecutionPredictor(table, limits), ExecutionPredictor(table, limits)
+    live = list(range(waiting + limits.max_requests // 2))
+    for key in live:
+        request = VirtualRequest(key=key, prefill_tokens=rng.randint(100, 3000), decode_tokens=rng.randint(10, 400))
+        instance.add(request, 0.0)
+        told.add(request, 0.0)
+    newcomer, taken_us, errors = VirtualRequest(key=live[-1] + 1, prefill_tokens=1000, decode_tokens=100), [], []
+    for news in range(1, NEWS + 1):
+        now_ms = news * NEWS_EVERY_MS
+        instance.set_cost_scale(rng.uniform(0.9, 1.1), now_ms)
+        standing = [one for key in live if (one := instance.find(key, now_ms)) is not None]
+        live = [one.key for one in standing]
+        news_of = [r for r in standing if r.context_tokens > 0], [r for r in standing if r.context_tokens == 0]
+        started_s = time.thread_time()
+        told.replace(*news_of, now_ms)
+        predicted_ms = told.predict(newcomer, now_ms, Horizon.prefill_end).prefill_end_ms
+        taken_us.append(1e6 * (time.thread_time() - started_s))
+        anew = ExecutionPredictor(table, limits)
+        anew.replace(*news_of, now_ms)
+        exact_ms = anew.predict(newcomer, now_ms, Horizon.prefill_end).prefill_end_ms
+        errors.append(abs(predicted_ms - exact_ms) / (exact_ms - now_ms))
+    told_us = f"mean {statistics.mean(taken_us):.0f} us, p99 {_quantile(taken_us, 0.99):.0f}"
+    print(f"{waiting} waiting, news and a prediction: {told_us}; TTFT to that of a timeline played anew: largest error {max(errors):.1%}")
 
 
 def _quantile(values: Sequence[float], quantile: float) -> float:

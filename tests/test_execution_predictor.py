@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -339,3 +340,85 @@ def test_what_was_asked_before_changes_no_prediction() -> None:
     for order in ((2048, 6000, 2048), (6000, 2048, 6000)):
         asked = ExecutionPredictor(table, limits)
         assert [end_ms(asked, tokens) for tokens in order] == [fresh[tokens] for tokens in order]
+
+
+# --- behind a deep queue, whose timeline is not played again for all news
+
+WAITING = 400
+
+
+class DeepQueue:
+    """An instance, and what is told of it: `anew` by a timeline that is played for each question."""
+
+    def __init__(self) -> None:
+        rng = random.Random(1)
+        self.table, self.limits = ProfileTable(A100), InstanceLimits(max_requests=64, step_ms=95.0, kv_tokens=1_000_000)
+        self.instance, self.told = (ExecutionPredictor(self.table, self.limits) for _ in range(2))
+        for key in range(WAITING):
+            request = VirtualRequest(key=key, prefill_tokens=rng.randint(100, 2000), decode_tokens=rng.randint(10, 200))
+            self.instance.add(request, 0.0)
+            self.told.add(request, 0.0)
+        self.told.prefill_free_ms(0.0)
+
+    def standing(self, now_ms: float) -> tuple[list[VirtualRequest], list[VirtualRequest]]:
+        """What runs and what waits."""
+        live = [request for key in range(WAITING) if (request := self.instance.find(key, now_ms)) is not None]
+        return [r for r in live if r.context_tokens > 0], [r for r in live if r.context_tokens == 0]
+
+    def anew(self, now_ms: float) -> ExecutionPredictor:
+        predictor = ExecutionPredictor(self.table, self.limits)
+        predictor.replace(*self.standing(now_ms), now_ms)
+        return predictor
+
+
+def test_behind_a_deep_queue_predictions_follow_the_news() -> None:
+    deep = DeepQueue()
+    deep.instance.set_cost_scale(1.2, 0.0)
+    for news in range(1, 200):
+        now_ms = 50.0 * news
+        deep.told.replace(*deep.standing(now_ms), now_ms)
+        assert deep.told.prefill_free_ms(now_ms) - now_ms == pytest.approx(deep.anew(now_ms).prefill_free_ms(now_ms) - now_ms, rel=0.02)
+
+
+def test_behind_a_deep_queue_a_great_change_counts_at_once() -> None:
+    deep = DeepQueue()
+    for key in range(100, 140):
+        assert deep.instance.remove(key, 0.0)
+        assert deep.told.remove(key, 0.0)
+    assert deep.told.prefill_free_ms(0.0) == pytest.approx(deep.anew(0.0).prefill_free_ms(0.0), rel=1e-9)
+
+
+def test_behind_a_deep_queue_other_speeds_count_once_they_make_a_difference() -> None:
+    deep = DeepQueue()
+    for scale in (1.005, 1.01, 1.015, 1.02, 1.025, 1.03):
+        deep.told.set_cost_scale(scale, 0.0)
+        as_before = ExecutionPredictor(deep.table, deep.limits)
+        as_before.set_cost_scale(scale, 0.0)
+        as_before.replace(*deep.standing(0.0), 0.0)
+        assert deep.told.prefill_free_ms(0.0) == pytest.approx(as_before.prefill_free_ms(0.0), rel=0.025)
+
+
+def test_behind_a_deep_queue_a_request_is_what_it_was_changed_to() -> None:
+    deep = DeepQueue()
+    last = WAITING - 1
+    longer = VirtualRequest(key=last, prefill_tokens=3000, decode_tokens=300)
+    assert deep.instance.change(longer, 0.0)
+    assert deep.told.change(longer, 0.0)
+    assert deep.told.find(last, 0.0) == longer
+    rest, expected = deep.told.predict_rest(last, 0.0), deep.anew(0.0).predict_rest(last, 0.0)
+    assert rest is not None
+    assert expected is not None
+    assert rest.end_ms == pytest.approx(expected.end_ms, rel=0.01)
+    assert rest.end_ms - rest.prefill_end_ms == pytest.approx(expected.end_ms - expected.prefill_end_ms, rel=0.05)
+    assert deep.told.remove(last, 0.0)
+    assert deep.told.predict_rest(last, 0.0) is None
+
+
+def test_behind_a_deep_queue_what_comes_late_is_behind_all() -> None:
+    deep = DeepQueue()
+    newcomer = VirtualRequest(key=WAITING, prefill_tokens=500, decode_tokens=50)
+    deep.told.remove(WAITING - 1, 0.0)
+    deep.told.add(newcomer, 0.0)
+    rest = deep.told.predict_rest(WAITING, 0.0)
+    assert rest is not None
+    assert rest.end_ms >= max(forecast.start_ms for _, forecast in deep.told.play_out(0.0))

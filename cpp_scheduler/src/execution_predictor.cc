@@ -89,28 +89,23 @@ void ExecutionPredictor::Add(const VirtualRequest& request, double now_ms) {
   VirtualRequest added = request;
   added.ready_ms = std::max(added.ready_ms, now_ms);
   Advance(base_, now_ms);
+  const std::int64_t before = Work(base_);
+  bool overtakes = false;  // what runs in the tail already
   if (!tail_stale_) {
     State& tail = Tail(now_ms);
-    if (added.is_beta && added.ready_ms < tail.now_ms) {
-      tail_stale_ = true;  // it overtakes what runs there already
-    } else {
-      Enqueue(tail, added);
-    }
+    overtakes = added.is_beta && added.ready_ms < tail.now_ms;
+    Enqueue(tail, added);
   }
   Enqueue(base_, added);
+  if (overtakes) ChangedFrom(before);
 }
 
 bool ExecutionPredictor::Remove(std::uint64_t key, double now_ms) {
   Advance(base_, now_ms);
-  const auto decode = std::find_if(base_.decodes.begin(), base_.decodes.end(),
-                                   [key](const Decode& d) { return d.key == key; });
-  if (decode != base_.decodes.end()) {
-    EraseDecode(base_, decode);
-  } else if (!EraseKey(base_.prefills, key, [](const Prefill& p) { return p.request.key; }) &&
-             !EraseKey(base_.waiting, key, [](const VirtualRequest& r) { return r.key; })) {
-    return false;
-  }
-  tail_stale_ = true;
+  const std::int64_t before = Work(base_);
+  if (!Erase(base_, key)) return false;
+  if (!tail_stale_) Erase(tail_, key);
+  ChangedFrom(before);
   return true;
 }
 
@@ -119,6 +114,7 @@ void ExecutionPredictor::Replace(std::span<const VirtualRequest> running,
                                  bool between_steps) {
   for (const VirtualRequest& request : running) Check(request);
   for (const VirtualRequest& request : waiting) Check(request);
+  const std::int64_t before = Work(base_);
   base_.now_ms = between_steps ? now_ms : std::max(base_.now_ms, now_ms);
   base_.decode_context = 0;
   base_.decodes.clear();
@@ -132,7 +128,7 @@ void ExecutionPredictor::Replace(std::span<const VirtualRequest> running,
     }
   }
   for (const VirtualRequest& request : waiting) Enqueue(base_, request);
-  tail_stale_ = true;
+  ChangedFrom(before);
 }
 
 void ExecutionPredictor::SetCostScale(double cost_scale, double now_ms) {
@@ -141,8 +137,9 @@ void ExecutionPredictor::SetCostScale(double cost_scale, double now_ms) {
                                 "; it must be positive and finite");
   }
   Advance(base_, now_ms);
+  const double change = std::abs(cost_scale / cost_scale_ - 1.0);
   cost_scale_ = cost_scale;
-  tail_stale_ = true;
+  Changed(change * static_cast<double>(Work(base_)));
 }
 
 double ExecutionPredictor::PrefillFreeMs(double now_ms) { return Tail(now_ms).now_ms; }
@@ -271,9 +268,8 @@ std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double
 
 std::optional<Forecast> ExecutionPredictor::PredictRest(std::uint64_t key, double now_ms) {
   if (!Find(key, now_ms)) return std::nullopt;
-  const auto is_it = [key](const VirtualRequest& request) { return request.key == key; };
   // What waits there still has not begun before: the steps of the queue are walked already.
-  const bool waits = !tail_stale_ && std::ranges::any_of(Tail(now_ms).waiting, is_it);
+  const bool waits = !tail_stale_ && Waits(Tail(now_ms), key);
   scratch_ = waits ? tail_ : base_;
   return Run(scratch_, key, Horizon::kEnd, nullptr);
 }
@@ -281,8 +277,10 @@ std::optional<Forecast> ExecutionPredictor::PredictRest(std::uint64_t key, doubl
 bool ExecutionPredictor::Change(const VirtualRequest& changed, double now_ms) {
   Check(changed);
   Advance(base_, now_ms);
+  const std::int64_t before = Work(base_);
   if (!ChangeIn(base_, changed)) return false;
-  tail_stale_ = true;
+  if (!tail_stale_ && Waits(tail_, changed.key)) ChangeIn(tail_, changed);
+  ChangedFrom(before);
   return true;
 }
 
@@ -379,6 +377,44 @@ void ExecutionPredictor::BeginDecode(State& state, const VirtualRequest& request
   state.decodes.push_back({state.step + request.decode_tokens, request.end_token(), request.key,
                            start_ms, prefill_end_ms});
   std::push_heap(state.decodes.begin(), state.decodes.end(), EndsLater);
+}
+
+bool ExecutionPredictor::Erase(State& state, std::uint64_t key) {
+  const auto decode = std::find_if(state.decodes.begin(), state.decodes.end(),
+                                   [key](const Decode& d) { return d.key == key; });
+  if (decode != state.decodes.end()) {
+    EraseDecode(state, decode);
+    return true;
+  }
+  return EraseKey(state.prefills, key, [](const Prefill& p) { return p.request.key; }) ||
+         EraseKey(state.waiting, key, [](const VirtualRequest& r) { return r.key; });
+}
+
+bool ExecutionPredictor::Waits(const State& state, std::uint64_t key) {
+  return std::ranges::any_of(state.waiting,
+                             [key](const VirtualRequest& r) { return r.key == key; });
+}
+
+std::int64_t ExecutionPredictor::Work(const State& state) {
+  std::int64_t tokens = 0;
+  for (const Decode& decode : state.decodes) tokens += decode.end_step - state.step;
+  for (const Prefill& prefill : state.prefills) {
+    tokens += prefill.request.prefill_tokens + prefill.request.decode_tokens;
+  }
+  for (const VirtualRequest& request : state.waiting) {
+    tokens += request.prefill_tokens + request.decode_tokens;
+  }
+  return tokens;
+}
+
+void ExecutionPredictor::ChangedFrom(std::int64_t work_before) {
+  Changed(static_cast<double>(std::abs(Work(base_) - work_before)));
+}
+
+void ExecutionPredictor::Changed(double work) {
+  changed_work_ += work;
+  tail_lags_ = true;
+  tail_stale_ |= base_.waiting.size() < kDeepQueue || changed_work_ > kSlack * played_work_;
 }
 
 void ExecutionPredictor::EraseDecode(State& state, std::vector<Decode>::iterator decode) {

@@ -27,6 +27,8 @@ constexpr std::int64_t kOutlivedTokens = 20;  // the paper's prediction margin (
 constexpr double kLeastShare = 0.4;
 constexpr double kShareGain = 0.1;
 constexpr double kShareTold = 0.03;
+// As in vllm_plugin/fleet_client.py: of the time until a hand-off, before it is predicted again.
+constexpr double kExpectedAgain = 0.25;
 
 struct Event {
   double at_ms;
@@ -63,6 +65,7 @@ class Simulation {
         scheduler_(options.placement, Predicts(options.placement.policy) ? tables.data() : nullptr),
         random_(options.seed),
         betas_(requests.size(), kNowhere),
+        expect_again_ms_(requests.size(), 0.0),
         sent_tokens_(requests.size(), 0),
         arrived_ms_(requests.size(), 0.0),
         kept_(requests.size()),
@@ -328,9 +331,10 @@ class Simulation {
 
   // As the front-end tells a beta's instance.
   void Expect(std::uint32_t number, std::int64_t split_token) {
-    if (!Shows(number, split_token)) return;
+    if (now_ms_ < expect_again_ms_[number] || !Shows(number, split_token)) return;
     const auto at_ms = scheduler_.PredictHandOffMs(std::to_string(number), now_ms_);
     if (!at_ms) return;
+    expect_again_ms_[number] = now_ms_ + kExpectedAgain * (*at_ms - now_ms_);
     instances_[betas_[number]].Expect(number, requests_[number].prompt_tokens, *at_ms);
   }
 
@@ -434,6 +438,7 @@ class Simulation {
   std::vector<SimulatedInstance> instances_;
   std::vector<double> step_ms_;
   std::vector<std::uint32_t> betas_;
+  std::vector<double> expect_again_ms_;              // when a hand-off is to be predicted again
   std::vector<std::vector<std::uint32_t>> pending_;  // hand-offs to come, by alpha's instance
   std::vector<std::int64_t> sent_tokens_;            // of KV, by request
   std::vector<double> arrived_ms_;                   // the last of it, by request

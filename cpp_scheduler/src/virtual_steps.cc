@@ -275,10 +275,14 @@ void ExecutionPredictor::Advance(State& state, double now_ms) {
 }
 
 ExecutionPredictor::State& ExecutionPredictor::Tail(double now_ms) {
-  if (tail_stale_) {
+  const bool is_old = tail_lags_ && now_ms - played_ms_ > kSlack * (tail_.now_ms - played_ms_);
+  if (tail_stale_ || is_old) {
     Advance(base_, now_ms);
     tail_ = base_;
-    tail_stale_ = false;
+    tail_stale_ = tail_lags_ = false;
+    played_ms_ = now_ms;
+    played_work_ = static_cast<double>(Work(base_));
+    changed_work_ = 0.0;
   }
   Advance(tail_, now_ms);
   while (!Gather(tail_).reached_end) Step(tail_, kNever, nullptr);

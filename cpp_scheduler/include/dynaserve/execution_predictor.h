@@ -17,8 +17,10 @@
 //
 // Steps without prefill are not walked one by one: while nothing ends and nothing becomes ready,
 // their latencies are sums of arithmetic series, exact but for rounding.  The timeline is kept up
-// to the first step that a newcomer could change, so that a prediction simulates only what the
-// newcomer adds.
+// to the first step that a newcomer could change, its tail, so that a prediction simulates only
+// what the newcomer adds.  News of what comes before the tail has it played again; behind a deep
+// queue, where that takes milliseconds, only once it is older than a fiftieth of what it looks
+// ahead, or a fiftieth of the work before it has changed.
 //
 // Not thread-safe.  No clock: callers pass the time, which never goes back.  After warm-up, Add()
 // and Predict() allocate nothing.
@@ -218,6 +220,10 @@ class ExecutionPredictor {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   static constexpr std::uint64_t kNobody = std::numeric_limits<std::uint64_t>::max();
   static constexpr std::uint64_t kNewcomer = kNobody - 1;
+  // So many waiting are a deep queue, of whose tail the age and what has changed before it may be
+  // this share of how far it lies ahead, and of the work there.
+  static constexpr std::size_t kDeepQueue = 128;
+  static constexpr double kSlack = 0.02;
 
   struct Decode {
     std::int64_t end_step;     // the step after its last
@@ -271,6 +277,8 @@ class ExecutionPredictor {
   static void BeginDecode(State& state, const VirtualRequest& request, double start_ms,
                           double prefill_end_ms);
   std::optional<Forecast> ChangeIn(State& state, const VirtualRequest& changed) const;
+  static bool Erase(State& state, std::uint64_t key);
+  static bool Waits(const State& state, std::uint64_t key);
   static void EraseDecode(State& state, std::vector<Decode>::iterator decode);
   void End(std::uint64_t key, const Forecast& forecast, std::vector<Ended>* ended);
   Gathered Gather(State& state);
@@ -287,6 +295,11 @@ class ExecutionPredictor {
   Forecast Run(State& state, std::uint64_t watched, Horizon horizon, std::vector<Ended>* ended,
                const Forecast& so_far = {});
   State& Tail(double now_ms);
+  // Tokens that are left to compute.
+  static std::int64_t Work(const State& state);
+  // base_, which had so much work, is no longer what was foretold when the tail was played from it.
+  void ChangedFrom(std::int64_t work_before);
+  void Changed(double work);
   std::int64_t HeldKv(const State& state) const;
 
   // Constant after construction.
@@ -294,9 +307,13 @@ class ExecutionPredictor {
   const InstanceLimits limits_;
 
   double cost_scale_ = 1.0;
-  State base_;  // what is, or was predicted from what was last known
-  State tail_;  // the first step that a newcomer could change; a copy of base_ where stale
-  bool tail_stale_ = false;
+  State base_;                 // what is, or was predicted from what was last known
+  State tail_;                 // the first step that a newcomer could change
+  bool tail_stale_ = false;    // to be played from base_ again
+  bool tail_lags_ = false;     // base_ has changed a little since the tail was played from it
+  double played_ms_ = 0.0;     // when that was
+  double played_work_ = 0.0;   // of base_ then
+  double changed_work_ = 0.0;  // since then
 
   std::array<KnownBudget, kKnownBudgets> known_budgets_;
 
