@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import shlex
@@ -37,7 +38,7 @@ from dynaserve.bench.capacity import drawn_options
 from dynaserve.bench.exit_status import NOT_TRUSTED, NOTHING_TO_REPORT
 from dynaserve.bench.options import ReplayOptions, positive, seed
 from dynaserve.errors import ConfigError, DynaServeError
-from dynaserve.files import check_replaceable
+from dynaserve.files import check_replaceable, write_in_one_move
 from dynaserve.local.fleet import INDEX, LocalFleet
 from dynaserve.local.model import smollm2
 from dynaserve.machine import fast_dtype
@@ -127,9 +128,11 @@ def main(arguments: Sequence[str]) -> None:
         check_replaceable(args.output / TABLE)
     except ConfigError as error:
         parser.error(str(error))
-    print(provenance.text(provenance.of("benchmarks.fidelity", arguments, dtype=fast_dtype())), flush=True)
+    told = provenance.of("benchmarks.fidelity", arguments, dtype=fast_dtype())
+    print(provenance.text(told), flush=True)
     with ending("bench-fidelity"):
         run(load, args.output)
+        provenance.keep(args.output / TABLE, told)
 
 
 def run(load: Load, folder: Path) -> None:
@@ -154,18 +157,19 @@ def run(load: Load, folder: Path) -> None:
                 real = _with_capacity(real, load, fleet.frontend_url, folder / f"{policy}-capacity.json")
             check()
             timing = Timing(sigma_of(logs, began_s), hand_off_ms)
-            simulated = _simulate(load, policy, _learnt_by(folder, policy), timing)
+            simulated = _simulate(load, policy, learnt_by(folder, policy, fleet.urls), timing)
             table.append((policy, real, simulated))
             _print(policy, real, simulated, timing)
             _write(folder / TABLE, table)
 
 
-def _learnt_by(folder: Path, policy: str) -> list[Path]:
+def learnt_by(folder: Path, policy: str, urls: Sequence[str]) -> list[Path]:
     """What each instance has learnt by now, kept under the policy's name. On one machine two of them differ, and from one hour to the
-    next both."""
-    kept = [folder / f"{policy}-learnt-{index}.json" for index in range(LocalFleet.instances)]
-    for index, path in enumerate(kept):
-        shutil.copyfile(folder / f"profile-{index}.json", path)
+    next both. In the order of their URLs, by which policies tell instances apart: that of the simulated ones."""
+    kept = []
+    for index in sorted(range(len(urls)), key=urls.__getitem__):
+        kept.append(folder / f"{policy}-learnt-{index}.json")
+        shutil.copyfile(folder / f"profile-{index}.json", kept[-1])
     return kept
 
 
@@ -213,7 +217,10 @@ def figures_of(summary: Mapping[str, Any]) -> Figures:
 
 def _with_capacity(real: Figures, load: Load, url: str, output: Path) -> Figures:
     command = ["capacity", "--url", url, *load.shared(), *SEARCH, *LAG_LIMIT, "--output", str(output)]
-    return replace(real, capacity_per_s=_bench(command, output)["capacity_per_s"] or 0.0)
+    found = _bench(command, output)
+    if found["capacity_is_least"]:
+        raise DynaServeError(f"even {found['capacity_per_s']:.3g} requests/s passed, the highest rate tried: the capacity is not known")
+    return replace(real, capacity_per_s=found["capacity_per_s"] or 0.0)
 
 
 def _bench(arguments: Sequence[str], output: Path, attempts: int = 1) -> dict[str, Any]:
@@ -284,11 +291,12 @@ def _print(policy: str, real: Figures, simulated: Figures, timing: Timing) -> No
 
 
 def _write(path: Path, table: Sequence[tuple[str, Figures, Figures]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["policy", "figure", "real", "simulated", "ratio"])
-        for policy, real, simulated in table:
-            writer.writerows((policy, *row) for row in rows(real, simulated))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["policy", "figure", "real", "simulated", "ratio"])
+    for policy, real, simulated in table:
+        writer.writerows((policy, *row) for row in rows(real, simulated))
+    write_in_one_move(path, text.getvalue().encode())
 
 
 def _parser() -> argparse.ArgumentParser:

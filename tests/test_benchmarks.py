@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from benchmarks import batching, endurance, fidelity, handoff, overload, placement, prediction
-from benchmarks.fidelity import Figures, hand_off_ms_of, rows
+from benchmarks.fidelity import Figures, hand_off_ms_of, learnt_by, rows
 from benchmarks.goals import OURS, STOCK, best_chunk, median_of, misses, print_compared
 from benchmarks.load_search import best_rate, next_rate
 from benchmarks.processes import Held
@@ -189,6 +189,14 @@ def test_a_run_on_real_instances_counts_only_whole() -> None:
         fidelity.figures_of(summary_of(failures={"status 500": 1}))
     with pytest.raises(DynaServeError, match="none of 2 answers had a second token"):
         fidelity.figures_of(summary_of(tbt_ms=None))
+
+
+def test_a_simulated_instance_has_the_profile_of_the_real_one_in_its_place(tmp_path: Path) -> None:
+    """Policies tell instances apart by the order of their URLs, whose ports are any."""
+    for index in range(3):
+        (tmp_path / f"profile-{index}.json").write_text(str(index))
+    found = learnt_by(tmp_path, "dynamic", ["http://127.0.0.1:31473", "http://127.0.0.1:22274", "http://127.0.0.1:9000"])
+    assert [(path.name, path.read_text()) for path in found] == [(f"dynamic-learnt-{index}.json", str(index)) for index in (1, 0, 2)]
 
 
 def test_a_run_without_gaps_is_no_run_of_a_benchmark(tmp_path: Path) -> None:
