@@ -39,12 +39,15 @@ class Instance:
         self.scheduler = self.engine.scheduler
         self.scheduler.monotonic = lambda: self.engine.now_s
         self.commands: list[Any] = []
+        self.worker_answers = True
         take = self.scheduler.micro.take_commands
 
         def tell_worker() -> list[tuple[str, Any]]:
             commands: list[tuple[str, Any]] = take()
             for request_id, command in commands:
                 self.commands.append(command)
+                if not self.worker_answers:
+                    continue
                 if isinstance(command, Cancel):
                     self.engine.arrived.add(request_id)
                 elif isinstance(command, Stop):
@@ -201,6 +204,49 @@ def test_an_engine_that_falls_asleep_after_parking_is_woken_when_time_is_up(inst
     instance.scheduler._alarm.close()
     instance.scheduler._alarm = None
     instance.finish("a")
+
+
+@pytest.mark.usefixtures("still_alarm")
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_pause_is_not_complete_while_a_worker_may_touch_kv(instance: Instance, state: PauseState) -> None:
+    """vLLM may then give the cache up: `/sleep`."""
+    instance.scheduler._alarm = Alarm([], lambda: None)
+    instance.worker_answers = False
+    instance.add("a", "alpha", 100, 110)
+    instance.add("b", "beta", 100, 110)
+    instance.steps_until(instance.parked)
+    for name in "ab":
+        instance.scheduler.release(name)
+    instance.step(2)
+    assert not instance.scheduler.has_requests(), "awake, the engine is woken by the news"
+    instance.scheduler.set_pause_state(state)
+    assert instance.scheduler.has_requests()
+    instance.engine.sent_back.add("a")
+    instance.step()
+    assert instance.scheduler.has_requests()
+    instance.engine.arrived.add("b")
+    instance.step(2)
+    assert not instance.scheduler.has_requests()
+    instance.scheduler._alarm.close()
+    instance.scheduler._alarm = None
+    instance.finish()
+
+
+@pytest.mark.usefixtures("still_alarm")
+def test_a_pause_that_waits_for_answers_waits_for_one_that_stands(instance: Instance) -> None:
+    instance.scheduler._alarm = Alarm([], lambda: None)
+    instance.add("a", "alpha", 100, 110)
+    instance.steps_until(instance.parked)
+    instance.step()
+    assert not instance.scheduler.has_requests()
+    instance.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert instance.scheduler.has_requests()
+    instance.engine.now_s += TIMEOUT_S + 1
+    instance.steps_until(lambda: not instance.scheduler.has_requests())
+    assert len(instance.engine.token_times_s["a"]) == 40
+    instance.scheduler._alarm.close()
+    instance.scheduler._alarm = None
+    instance.finish()
 
 
 def test_a_preempted_alpha_cannot_stop_before_what_it_has_sampled(instance: Instance) -> None:

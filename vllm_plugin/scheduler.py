@@ -168,9 +168,14 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
             or self.micro.has_messages
             or self._freed
             or bool(self.finished_req_ids)
-            or (self.ec_connector is not None and bool(super().has_requests()))
+            or (self._counts_all and bool(super().has_requests()))
             or self._has_runnable()
         )
+
+    @property
+    def _counts_all(self) -> bool:
+        """A pause is complete once vLLM counts no request, and may take the cache away, which others may still read or write."""
+        return self.ec_connector is not None or self._pause_state is not PauseState.UNPAUSED
 
     def _take_landed(self, alarm: Alarm) -> None:
         while alarm.landed:
