@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaserve.bench import capacity, exit_status, options, replay
+from dynaserve.bench import capacity, exit_status, options, replay, trial
 from dynaserve.bench.capacity import Repetition, SearchOptions, following, verdict_of
 from dynaserve.bench.growth import Growth, growth
 from dynaserve.bench.measures import Slo, summarize
@@ -361,6 +361,30 @@ def test_nothing_is_left_where_nothing_was_measured(server: CompletionServer, tm
     assert command(server, "--requests", "1", "--output", str(tmp_path / "raw.json")) == exit_status.NOT_TRUSTED
     assert "measured before it" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_capacity_above_all_rates_tried_is_told_as_such(
+    server: CompletionServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = tmp_path / "raw.json"
+    bounds = ("--most-rate", "10", "--tbt-slo-ms", "5000", "--output", str(raw))
+    assert command(server, "--requests", "7", *bounds) == 0
+    told = capsys.readouterr()
+    assert "capacity at least 10 requests/s" in told.out
+    assert "too few to be sure: of 7 requests nobody can tell whether a queue grows" in told.err
+    kept = json.loads(raw.read_text())
+    assert (kept["capacity_per_s"], kept["capacity_is_least"]) == (10.0, True)
+    assert command(server, "--requests", "8", *bounds) == 0
+    assert "too few" not in capsys.readouterr().err
+
+
+def test_a_server_that_fails_some_of_all_at_once_has_no_saturation(server: CompletionServer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at_s,prompt_tokens,output_tokens\n0,20,5\n1,20,2\n")
+    opts = options.parse(["--url", server.url, "--workload", f"file:{trace}", "--rate", "1", "--requests", "2"])
+    server.act = Act(stop_after=3)
+    with pytest.raises(ConfigError, match=r"^1 of 2 requests fail when all are sent at once: .*3 output tokens instead of 5"):
+        trial.saturation(opts, 1)
 
 
 def test_a_server_that_is_always_too_slow_is_not_servable(server: CompletionServer, capsys: pytest.CaptureFixture[str]) -> None:

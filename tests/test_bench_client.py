@@ -333,6 +333,15 @@ def test_the_key_may_come_from_the_environment(bench: Bench, monkeypatch: pytest
     assert set(bench.server.authorizations) == {"Bearer from-env"}
 
 
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "secret\n"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(bench: Bench, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    run = bench.replay("--api-key", key)
+    assert (run.status, key in run.stderr) == (2, False)
+    assert "--api-key: a key has printable ASCII characters only" in run.stderr
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert "the environment variable OPENAI_API_KEY: a key has" in bench.replay().stderr
+
+
 def test_lengths_are_scaled_and_limited(bench: Bench) -> None:
     run = bench.replay("--scale", "0.25", "--max-total-tokens", "60", workload="sample")
     assert run.status == 0, run.stderr

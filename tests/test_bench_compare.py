@@ -408,6 +408,13 @@ def test_a_report_of_turns_without_courses_says_which_pictures_it_lacks(tmp_path
     assert "at the highest rate" not in page
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(ConfigError, match=r"report\.html: cannot be written: it is a folder"):
+        compare_report.prepare(tmp_path)
+
+
 @contextmanager
 def held_up_once(server: CompletionServer, for_s: float) -> Iterator[None]:
     """Once a request has come, the main thread, which is the client's, sleeps for so long."""

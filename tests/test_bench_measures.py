@@ -182,6 +182,8 @@ def test_bytes_may_be_cut_anywhere() -> None:
         ([event(usage=2, finish="stop")], "wrong output length"),
         ([event(usage=1), b'data: {"error": {"message": "no"}}\n\n'], "error in the stream"),
         ([b"data: {not json}\n\n"], "not a completion"),
+        ([b'data: {"choices": [{"text": "\xff"}]}\n\n'], "not a completion"),
+        ([b'data: {"error": ' + b"[" * 100_000 + b"}\n\n"], "not a completion"),
         ([b'{"choices": []}'], "answer cut off"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,25 @@ from dynaserve.errors import ConfigError
 from dynaserve.files import only_writer
 from dynaserve.local.fleet import FleetFailed, LocalFleet, health_in
 from tests.completion_server import Act, running_server
-from tests.toy_campaign import ALL_PICTURES, PROVENANCE, Toys, headings, toy_campaign
+from tests.toy_campaign import ALL_PICTURES, MACHINE, PROVENANCE, Toys, headings, toy_campaign
 
 
 @pytest.fixture
 def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Campaign:
     return toy_campaign(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"workloads": ("fixed:20,5", "fixed:20:5")}, "fixed:20,5 at 6000.0 ms and fixed:20:5 at 6000.0 ms"),
+        ({"tbt_slos_ms": (100.0, 100.0001)}, "fixed:20,5 at 100.0 ms and fixed:20,5 at 100.0001 ms"),
+    ],
+)
+def test_two_comparisons_have_two_folders(campaign: Campaign, changed: dict[str, Any], names: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match=f"^{names} would have the same folder: compare them in two runs$"):
+        replace(campaign, **changed).check(MACHINE)
 
 
 def test_a_report_has_all_pictures_without_a_start_for_them(campaign: Campaign) -> None:

@@ -99,6 +99,10 @@ def test_turns_of_another_machine_are_neither_mixed_nor_overwritten(campaign: Ca
         ("{", "results.json: is not JSON: "),
         ("[]", "results.json: is no comparison of bench-compare, it lacks commit, machine, options, slo, systems, workload"),
         ('{"machine": {}, "workload": "", "slo": {}, "systems": {}}', "is no comparison of bench-compare, it lacks commit, options"),
+        (
+            '{"machine": {}, "workload": "", "slo": {"tbt_ms": 1}, "systems": [], "commit": "", "options": {}}',
+            "is no comparison of bench-compare: Expected `object`, got `array` - at `$.systems`",
+        ),
     ],
 )
 def test_results_of_something_else_are_named_and_not_overwritten(campaign: Campaign, content: str, told: str) -> None:
@@ -124,6 +128,17 @@ def test_a_turn_that_failed_is_taken_with_its_own_seed(campaign: Campaign) -> No
     for system in json.loads(results.read_text())["systems"].values():
         assert [turn["repetition"]["seed"] for turn in system["turns"]] == [1, 2, 3]
     assert campaign.found()[1] == []
+
+
+def test_of_a_run_that_was_stopped_fewer_repetitions_have_a_report(campaign: Campaign) -> None:
+    pytest.importorskip("matplotlib")
+    campaign, toys = replace(campaign, tbt_slos_ms=(6000.0,), repetitions=2), Toys()
+    toys.broken_starts = {2}
+    campaign.run(toys.system, PROVENANCE)
+    page = campaign.folder("fixed:20,5", 6000.0) / "report.html"
+    assert not page.exists()
+    replace(campaign, repetitions=1).run(toys.system, PROVENANCE)
+    assert "Capacity: median of 1 searches" in page.read_text()
 
 
 def test_what_an_extension_that_was_stopped_had_begun_with_stays_whole(campaign: Campaign) -> None:

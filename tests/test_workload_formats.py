@@ -92,7 +92,7 @@ def test_sharegpt_is_counted_by_a_tokenizer_file(tmp_path: Path) -> None:
     model.enable_truncation(1)  # As some models' files have it, for their training.
     model.enable_padding(length=64)
     model.save(str(tmp_path / "tokenizer.json"))
-    turns = [{"from": "human", "value": "a b a"}, {"from": "gpt", "value": "b"}]
+    turns = [{"from": "human", "value": "a b \ud800"}, {"from": "gpt", "value": "b"}]
     path = write(tmp_path / "s.json", json.dumps([{"conversations": turns}]))
     loaded = catalog.load(f"sharegpt:{path}", tokenizer=tmp_path / "tokenizer.json")
     assert loaded.requests == (TraceRequest(None, 3, 1),)
@@ -113,6 +113,7 @@ def test_sharegpt_is_counted_by_a_tokenizer_file(tmp_path: Path) -> None:
         ("mooncake-jsonl", ['{"timestamp": 0}'], "line 1: input_length: None"),
         ("mooncake-jsonl", ['{"timestamp": 0, "hash_ids": 3}'], "line 1: hash_ids: 3"),
         ("mooncake-jsonl", [f'{{"timestamp": {"9" * 5000}}}'], "line 1: is not JSON: Exceeds the limit"),
+        ("mooncake-jsonl", ["[" * 100_000], "line 1: is not JSON: maximum recursion depth"),
         (
             "mooncake-jsonl",
             ['{"timestamp": 0, "hash_ids": [4, -1]}'],
@@ -152,6 +153,10 @@ def test_drawn_lengths_stay_between_the_shortest_and_the_longest_seen() -> None:
     assert all(10 <= request.prompt_tokens <= 4000 and 5 <= request.output_tokens <= 900 for request in drawn)
 
 
+def test_a_length_beyond_all_numbers_is_the_longest() -> None:
+    assert LogNormal(14.0, 14.0, 1, 1 << 40).tokens(np.array([3.0, -3.0])).tolist() == [1 << 40, 1]
+
+
 def test_lengths_that_never_differ_are_drawn_as_they_are() -> None:
     assert set(lengths.fit([TraceRequest(None, 10, 5)] * 3).draw(9, rng())) == {TraceRequest(None, 10, 5)}
     with pytest.raises(WorkloadError, match="at least 2 requests, not to 1"):
@@ -182,6 +187,12 @@ def test_binned_arrivals_are_spread_inside_their_bin_in_their_order() -> None:
     assert all(before.arrived_at_s <= time < before.arrived_at_s + 3 for before, time in zip(binned, times, strict=True))  # type: ignore[operator]
     assert len(set(times)) == 150
     assert [request.prompt_tokens for request in smooth] == [request.prompt_tokens for request in binned]
+
+
+def test_the_bin_of_a_sparse_trace_is_its_resolution() -> None:
+    binned = [TraceRequest(at_s, 1, 1) for at_s in (0.0, 0.0, 7.0, 7.0, 8.0, 14.0, 14.0, 21.0, 21.0)]
+    smooth = arrivals.spread(binned, rng())
+    assert all(before.arrived_at_s <= after.arrived_at_s < before.arrived_at_s + 1 for before, after in zip(binned, smooth, strict=True))  # type: ignore[operator]
 
 
 def test_arrivals_that_are_not_binned_are_left_alone() -> None:

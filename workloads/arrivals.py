@@ -60,14 +60,14 @@ def replay(requests: Sequence[TraceRequest], rate_per_s: float | None = None) ->
 def spread(requests: Sequence[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
     """Requests that share one recorded time, at random times of their bin.
 
-    Some traces record arrivals in bins (Mooncake's: 3 s). The bin is the median time between two different arrivals; a trace
+    Some traces record arrivals in bins (Mooncake's: 3 s). The bin is the least time between two different arrivals; a trace
     without equal times is returned as it is.
     """
     times = [request.arrived_at_s for request in requests if request.arrived_at_s is not None]
     distinct = np.unique(times)
     if len(times) < len(requests) or len(distinct) in (1, len(times)):
         return list(requests)
-    bin_s = float(np.quantile(np.diff(distinct), 0.5, method="lower"))
+    bin_s = float(np.diff(distinct).min())
     later = np.sort(np.array(times) + bin_s * rng.random(len(times)))
     return [replace(request, arrived_at_s=float(at_s)) for request, at_s in zip(requests, later, strict=True)]
 

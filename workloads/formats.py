@@ -4,7 +4,7 @@
 |---|---|---|
 | azure | Azure/AzurePublicDataset, AzureLLMInferenceTrace_*.csv (2023) | TIMESTAMP, ContextTokens, GeneratedTokens |
 | burstgpt | HPMLL/BurstGPT, BurstGPT_*.csv | Timestamp (s), Request tokens, Response tokens; Model becomes the label |
-| mooncake | kvcache-ai/Mooncake, *_trace.jsonl | timestamp (ms), input_length, output_length, hash_ids |
+| mooncake-jsonl | kvcache-ai/Mooncake, *_trace.jsonl | timestamp (ms), input_length, output_length, hash_ids |
 | vidur | microsoft/vidur, data/processed_traces (arXiv lengths) | num_prefill_tokens, num_decode_tokens; arrived_at (s) if there |
 | sharegpt | ShareGPT_V3_unfiltered_cleaned_split.json | the first question and answer of each conversation, counted by a tokenizer |
 
@@ -107,7 +107,7 @@ def _sharegpt(path: Path, count_tokens: CountTokens | None) -> Iterator[TraceReq
     with open_text(path) as file:
         try:
             conversations = json.load(file)
-        except ValueError as error:  # also of a number of thousands of digits
+        except (ValueError, RecursionError) as error:  # also of a number of thousands of digits
             raise WorkloadError(f"{path}: is not JSON: {error}") from error
     if not isinstance(conversations, list):
         raise WorkloadError(f"{path}: is not a JSON list of conversations")
@@ -119,9 +119,14 @@ def _sharegpt(path: Path, count_tokens: CountTokens | None) -> Iterator[TraceReq
             if not isinstance(turn, dict):
                 raise WorkloadError(f"{path}: conversation {index}: turn {number}: {str(turn)[:80]!r} is not a JSON object")
         if len(turns) >= 2 and turns[0].get("from") in _QUESTION and turns[1].get("from") in _ANSWER:
-            prompt_tokens, output_tokens = (count_tokens(str(turn.get("value", ""))) for turn in turns[:2])
+            prompt_tokens, output_tokens = (count_tokens(_sendable(str(turn.get("value", "")))) for turn in turns[:2])
             if prompt_tokens:
                 yield TraceRequest(None, prompt_tokens, output_tokens)
+
+
+def _sendable(text: str) -> str:
+    """JSON may hold halves of UTF-16 pairs, which no request can."""
+    return text.encode(errors="replace").decode()
 
 
 FORMATS: dict[str, Callable[[Path, CountTokens | None], Iterator[TraceRequest]]] = {
@@ -149,7 +154,7 @@ def _table(path: Path, *columns: str) -> Iterator[tuple[str, dict[str, str]]]:
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:  # also of a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # also of a number of thousands of digits
         raise WorkloadError(f"{where}: is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise WorkloadError(f"{where}: is not a JSON object")

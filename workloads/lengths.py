@@ -28,8 +28,10 @@ class LogNormal:
 
     def tokens(self, normal: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The token counts that belong to values of a standard normal variable."""
-        whole: np.ndarray[tuple[int], np.dtype[np.int64]] = np.rint(np.exp(self.mu + self.sigma * normal)).astype(np.int64)
-        return np.clip(whole, self.least, self.most)
+        # Bounded first: beyond 2^63 the cast has no value.
+        bounded = np.clip(np.rint(np.exp(self.mu + self.sigma * normal)), self.least, self.most)
+        whole: np.ndarray[tuple[int], np.dtype[np.int64]] = bounded.astype(np.int64)
+        return whole
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.compare import lesson
 from benchmarks.compare.candidates import CANDIDATES, MOST_TOKENS, Site
-from benchmarks.compare.outcome import LEAST_SHARE, Compared, read, there_is, why_not_here
+from benchmarks.compare.outcome import LEAST_SHARE, Compared, asked, read, there_is, why_not_here
 from dynaserve.bench import client, compare, compare_plots, compare_report, options, replay, report, systems, trial
 from dynaserve.bench.capacity import SearchOptions
 from dynaserve.bench.compare import CompareOptions, Measurement
@@ -60,6 +60,7 @@ class Campaign:
         """Raises ConfigError where a workload cannot be sent, nothing can draw, or something else, or another machine, was measured into
         the same folder, or its latencies were learnt from something else: now, rather than when systems have started."""
         compare_plots.check_installed()
+        self._check_folders()
         for workload, tbt_slo_ms in self._comparisons():
             replay.plan_requests(replace(self.replay(workload, tbt_slo_ms), rate_per_s=1.0, duration_s=None, requests=1))
             folder, its_options = self.folder(workload, tbt_slo_ms), self._options(workload, tbt_slo_ms)
@@ -67,6 +68,14 @@ class Campaign:
                 raise ConfigError(f"{folder} {reason}: take another --output, or delete it")
         if self._profile.exists() and (reason := lesson.why_not_of(self._profile, self._lesson(machine))):
             raise ConfigError(f"{self._profile} {reason}: take another --output, or delete it")
+
+    def _check_folders(self) -> None:
+        """Raises ConfigError."""
+        names: dict[Path, str] = {}
+        for workload, tbt_slo_ms in self._comparisons():
+            name = f"{workload} at {tbt_slo_ms} ms"
+            if (other := names.setdefault(self.folder(workload, tbt_slo_ms), name)) != name:
+                raise ConfigError(f"{other} and {name} would have the same folder: compare them in two runs")
 
     def site(self) -> Site:
         """Raises ConfigError. Latencies are those of so many layers: another campaign in the same folder learns its own."""
@@ -82,7 +91,8 @@ class Campaign:
 
     def run(self, system_of: SystemOf, provenance: Mapping[str, Any]) -> None:
         """Measures what is not there yet: a repetition after the other, in each `together` systems after the others, and all workloads
-        while they run. What fails is told, and left out. provenance: for each results.json."""
+        while they run. What fails is told, and left out. Reports are of the repetitions that are asked for, whenever they were measured.
+        provenance: for each results.json."""
         client.allow_many_connections()
         under_way = {one: self._measurement(*one, provenance) for one in self._comparisons()}
         for number in range(self.repetitions):
@@ -101,6 +111,10 @@ class Campaign:
                                 running = stack.enter_context(systems.running(system_of(name, starts[name][0], self.output / "logs")))
                                 serving.append(_Serving(name, running, lacking[name]))
                         self._take_turns(number, serving)
+        for one in self._comparisons():
+            if found := asked(self.folder(*one), self._options(*one), self.repetitions):
+                comparison, results = found
+                compare_report.show(self.folder(*one), comparison, results)
 
     def teach(self, running: Running) -> None:
         """Of each workload what tells a saturation, all at once. Raises ConfigError."""
@@ -152,8 +166,7 @@ class Campaign:
         told = {**provenance, "commit": commits, "options": its_options, "latencies_of": lesson.of(self._profile)}
 
         def keep(comparison: Comparison) -> None:
-            kept = compare_report.write if measurement.is_complete else compare_report.keep
-            kept(chosen.output, comparison, told)
+            compare_report.keep(chosen.output, comparison, told, complete=measurement.is_complete)
 
         measurement = Measurement(chosen, keep)
         return measurement

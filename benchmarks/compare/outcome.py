@@ -21,7 +21,25 @@ from dynaserve.errors import ConfigError
 
 LEAST_SHARE = 0.1
 """Of its saturation rate: a system whose capacity is lower is not servable."""
-_KEYS = {"options", "machine", "commit", "workload", "slo", "systems"}
+
+
+class _System(msgspec.Struct):
+    turns: list[Turn]
+    saturation_per_s: float | None
+
+
+class _Results(msgspec.Struct):
+    """What a file of a comparison has, with more beside it."""
+
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    commit: str
+    workload: str
+    slo: Slo
+    systems: dict[str, _System]
+
+
+_KEYS = frozenset(_Results.__struct_fields__)
 
 
 @dataclass(frozen=True)
@@ -137,11 +155,18 @@ def there_is(folder: Path, options: Mapping[str, Any]) -> There | None:
 
 def read(folder: Path, options: Mapping[str, Any], repetitions: int) -> Compared | None:
     """So many turns of each system; None: the folder holds no comparison with these options, or one that lacks some of them."""
-    results = _read(folder)
-    if results.get("options") != options or (comparison := _first(results, repetitions)) is None:
+    if (found := asked(folder, options, repetitions)) is None:
         return None
+    comparison, results = found
     systems = {name: Outcome.of(comparison, name) for name in comparison.turns}
     return Compared(comparison.workload, comparison.slo.tbt_ms, results["commit"], options["duration_s"], options["most_runs"], systems)
+
+
+def asked(folder: Path, options: Mapping[str, Any], repetitions: int) -> tuple[Comparison, Mapping[str, Any]] | None:
+    """The same as a comparison of these turns alone, with all that results.json tells."""
+    results = _read(folder)
+    comparison = _first(results, repetitions) if results.get("options") == options else None
+    return None if comparison is None else (comparison, results)
 
 
 def _first(results: Mapping[str, Any], repetitions: int) -> Comparison | None:
@@ -156,9 +181,9 @@ def _first(results: Mapping[str, Any], repetitions: int) -> Comparison | None:
 
 
 def _kept(results: Mapping[str, Any]) -> Kept:
-    systems = results["systems"]
-    turns = {name: msgspec.convert(system["turns"], list[Turn]) for name, system in systems.items()}
-    return Kept(turns, {name: system["saturation_per_s"] for name, system in systems.items() if system["saturation_per_s"] is not None})
+    systems = msgspec.convert(results["systems"], dict[str, _System])
+    saturations = {name: system.saturation_per_s for name, system in systems.items() if system.saturation_per_s is not None}
+    return Kept({name: system.turns for name, system in systems.items()}, saturations)
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -174,6 +199,10 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not JSON: {error}") from error
     if missing := _KEYS - set(results if isinstance(results, dict) else ()):
         raise ConfigError(f"{path}: is no comparison of bench-compare, it lacks {', '.join(sorted(missing))}")
+    try:
+        msgspec.convert(results, _Results)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: is no comparison of bench-compare: {error}") from error
     return dict(results)
 
 

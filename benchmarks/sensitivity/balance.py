@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -19,7 +20,7 @@ from statistics import fmean
 from benchmarks import provenance
 from dynaserve.bench import compare_plots, simulate, simulate_options
 from dynaserve.errors import ConfigError
-from dynaserve.files import check_replaceable
+from dynaserve.files import check_replaceable, write_in_one_move
 from dynaserve.step_latency import BatchShape, ProfileTable, prefill_pairs
 from workloads import catalog
 from workloads.trace import TraceRequest, WorkloadError
@@ -85,17 +86,18 @@ def main(arguments: Sequence[str]) -> None:
 
 def write(output: Path, found: Sequence[Sequence[Minute]]) -> None:
     """NAME.csv and NAME.png."""
-    with Path(f"{output}.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["workload", "minute", "prefill_ms", "decode_ms", "prefill_share"])
-        writer.writerows((*astuple(minute), minute.prefill_share) for minutes in found for minute in minutes)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["workload", "minute", "prefill_ms", "decode_ms", "prefill_share"])
+    writer.writerows((*astuple(minute), minute.prefill_share) for minutes in found for minute in minutes)
+    write_in_one_move(Path(f"{output}.csv"), text.getvalue().encode())
     figure, axes = compare_plots.axes_of("minute of the trace", "prefill's share of the work")
     for minutes in found:
         axes.plot([minute.minute for minute in minutes], [minute.prefill_share for minute in minutes], label=minutes[0].workload)
     axes.axhline(0.5, color="black", linestyle="--", linewidth=1)
     axes.set_ylim(0, 1)
     axes.legend()
-    Path(f"{output}.png").write_bytes(compare_plots.png_of(figure))
+    write_in_one_move(Path(f"{output}.png"), compare_plots.png_of(figure))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dynaserve.bench import client, options, report, search, trial
+from dynaserve.bench import client, growth, options, report, search, trial
 from dynaserve.bench.exit_status import NOTHING_TO_REPORT, say, status_of
 from dynaserve.bench.options import ReplayOptions
 from dynaserve.bench.trial import Trial
@@ -106,7 +106,8 @@ def run(arguments: Sequence[str]) -> int:
         nothing = f"not servable: in most repetitions not even {searching.least_per_s:g} requests/s passed"
         return say("bench capacity", nothing, NOTHING_TO_REPORT)
     told = f"TBT {opts.slo.tbt_ms:g} ms" + ("" if opts.slo.ttft_ms is None else f", TTFT {opts.slo.ttft_ms:g} ms")
-    console.print(f"capacity {capacity:.3g} requests/s ({opts.workload}, P99 within {told}, {len(found)} repetitions)", markup=False)
+    least = "at least " if is_least(found) else ""
+    console.print(f"capacity {least}{capacity:.3g} requests/s ({opts.workload}, P99 within {told}, {len(found)} repetitions)", markup=False)
     return 0
 
 
@@ -210,6 +211,11 @@ def median_rate(found: Sequence[Repetition]) -> float | None:
     return middle_rate(repetition.passed_per_s for repetition in found) or None
 
 
+def is_least(found: Iterable[Repetition]) -> bool:
+    """Whether in one of the searches even the highest rate that was tried passed: the capacity is at least what is told."""
+    return any(repetition.failed_per_s is None for repetition in found)
+
+
 def middle_rate(rates: Iterable[float | None]) -> float:
     """The median, the lower one of two: a rate that was tried. None counts as 0."""
     return median_low([rate or 0.0 for rate in rates])
@@ -242,6 +248,7 @@ def _write(path: Path, arguments: Sequence[str], opts: ReplayOptions, found: Seq
         "workload": opts.workload,
         "complete": complete,
         "capacity_per_s": median_rate(found) if complete else None,
+        "capacity_is_least": is_least(found) if complete else None,
         "repetitions": [repetition_data(one) for one in found],
     }
     write_in_one_move(path, json.dumps(content, indent=1).encode())
@@ -253,7 +260,9 @@ def verdict_of(run: Trial) -> str:
 
 def _brevity(run: Trial) -> str:
     """What there is to say against a run that passed."""
-    e2e_ms, duration_s = run.summary.e2e_ms, run.summary.duration_s
+    e2e_ms, duration_s, requests = run.summary.e2e_ms, run.summary.duration_s, run.summary.requests + sum(o.requests for o in run.others)
+    if not run.not_sustained and requests < growth.FEWEST:
+        return f"; too few to be sure: of {requests} requests nobody can tell whether a queue grows"
     if run.not_sustained or e2e_ms is None or ANSWERS_IN_A_RUN * e2e_ms.p50 <= 1e3 * duration_s:
         return ""
     return f"; too short to be sure: a request takes {e2e_ms.p50 / 1e3:.2g} s of its {duration_s:.2g}, so batches have hardly filled"

@@ -14,6 +14,8 @@ from dynaserve.bench.comparison import Comparison
 from dynaserve.bench.course import Course
 from dynaserve.errors import ConfigError
 
+NAMES = ("capacity", "goodput", "tbt", "timeline")
+"""Of the pictures that `draw` makes at most."""
 _COLOURS = 10
 """Of matplotlib's own cycle."""
 

@@ -15,6 +15,7 @@ from dynaserve.bench.capacity import repetition_data, trial_data
 from dynaserve.bench.comparison import Comparison, Turn
 from dynaserve.files import check_replaceable, write_in_one_move
 
+_REPORT = "report.html"
 _COLUMNS = ("system", "capacity req/s", "least", "most", "ratio [95 %]", "goodput tok/s", "P99 TBT ms", "P99 TTFT ms", "cut", "front cores")
 _STYLE = "body{font:15px sans-serif;max-width:1000px;margin:2em auto;padding:0 1em}td,th{padding:.3em .8em;text-align:right}\
 th:first-child,td:first-child{text-align:left}tr:nth-child(even){background:#f3f3f3}img{max-width:100%}code{overflow-wrap:anywhere}"
@@ -23,7 +24,8 @@ th:first-child,td:first-child{text-align:left}tr:nth-child(even){background:#f3f
 def prepare(folder: Path) -> None:
     """Makes the folder. Raises ConfigError now, rather than after hours, if it cannot be written or nothing can draw."""
     compare_plots.check_installed()
-    check_replaceable(results_path(folder))
+    for name in (results_path(folder).name, _REPORT, *map(_png, compare_plots.NAMES)):
+        check_replaceable(folder / name)
 
 
 def results_path(folder: Path) -> Path:
@@ -63,27 +65,32 @@ def rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         yield cells[:shown]
 
 
-def keep(folder: Path, comparison: Comparison, provenance: Mapping[str, Any]) -> None:
-    """results.json with what was measured so far; a comparison that ends here leaves it."""
-    _write_results(folder, comparison, provenance, complete=False)
-
-
-def write(folder: Path, comparison: Comparison, provenance: Mapping[str, Any]) -> None:
-    """results.json, report.html and the PNG files. provenance: `command`, `machine` and what else is to stand in results.json."""
-    _write_results(folder, comparison, provenance, complete=True)
-    pictures = compare_plots.draw(comparison)
-    for name, png in pictures.items():
-        (folder / f"{name}.png").write_bytes(png)
-    (folder / "report.html").write_text(_html(comparison, provenance, pictures))
-
-
-def _write_results(folder: Path, comparison: Comparison, provenance: Mapping[str, Any], *, complete: bool) -> None:
+def keep(folder: Path, comparison: Comparison, provenance: Mapping[str, Any], *, complete: bool = False) -> None:
+    """results.json with what was measured so far; a comparison that ends here leaves it. provenance: `command`, `machine` and what else is
+    to stand there. complete: every system has had all its turns; otherwise there are neither capacities nor ratios."""
     content = json.dumps(_results(comparison, provenance, complete=complete), indent=1)
     write_in_one_move(results_path(folder), content.encode())
 
 
+def write(folder: Path, comparison: Comparison, provenance: Mapping[str, Any]) -> None:
+    """What `keep` and `show` write."""
+    keep(folder, comparison, provenance, complete=True)
+    show(folder, comparison, provenance)
+
+
+def show(folder: Path, comparison: Comparison, provenance: Mapping[str, Any]) -> None:
+    """report.html and the PNG files."""
+    pictures = compare_plots.draw(comparison)
+    for name, png in pictures.items():
+        write_in_one_move(folder / _png(name), png)
+    write_in_one_move(folder / _REPORT, _html(comparison, provenance, pictures).encode())
+
+
+def _png(name: str) -> str:
+    return f"{name}.png"
+
+
 def _results(comparison: Comparison, provenance: Mapping[str, Any], *, complete: bool) -> dict[str, Any]:
-    """complete: every system has had all its turns; otherwise there are neither capacities nor ratios."""
     return {
         "complete": complete,
         **provenance,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynaserve.bench.capacity import Repetition, median_rate
+from dynaserve.bench.capacity import Repetition, is_least, median_rate
 from dynaserve.bench.course import Course
 from dynaserve.bench.measures import Slo
 from dynaserve.bench.ratios import Ratio, paired_ratio
@@ -64,8 +64,8 @@ class Comparison:
         return median_rate([turn.repetition for turn in self.turns[system]])
 
     def is_least(self, system: str) -> bool:
-        """Whether in one of its searches even the highest rate that was tried passed: its capacity is at least what is told."""
-        return any(turn.repetition.failed_per_s is None for turn in self.turns[system])
+        """As `capacity.is_least`."""
+        return is_least(turn.repetition for turn in self.turns[system])
 
     def ratio(self, system: str) -> Ratio | None:
         """To the baseline, over the seeds that both have; None: there is none, one of the two was not servable, or of one the capacity is

@@ -11,7 +11,8 @@ import numpy as np
 LIMIT = 0.05
 """Seconds of waiting that each second of arrivals adds; a server that is overloaded by 5 % adds as much."""
 _SURE = 2.0
-_FEWEST = 8
+FEWEST = 8
+"""Requests of which a line is drawn."""
 _BLOCKS = 10
 _LAGS = np.arange(1, 4)
 _FEWEST_IN_BLOCKS = 2 * _BLOCKS
@@ -62,7 +63,7 @@ def growth(runs: Sequence[Series]) -> Growth | None:
     spreads = [float(np.sum(times**2)) for times, _ in centred]
     spread = sum(spreads)
     left_over = sum(len(times) for times, _ in centred) - len(lines) - 1
-    if left_over < _FEWEST - 2 or spread == 0:
+    if left_over < FEWEST - 2 or spread == 0:
         return None
     slope = float(sum(np.sum(times * latency_s) for times, latency_s in centred)) / spread
     residual = float(sum(np.sum((latency_s - slope * times) ** 2) for times, latency_s in centred))

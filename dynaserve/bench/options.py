@@ -80,7 +80,7 @@ def replay_options(args: argparse.Namespace) -> ReplayOptions:
     return ReplayOptions(
         urls=base_urls(args.url),
         model=args.model,
-        api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
+        api_key=_api_key(args.api_key),
         extra_body=args.extra_body,
         eos_token_id=args.eos_token_id,
         workload=args.workload,
@@ -103,6 +103,15 @@ def replay_options(args: argparse.Namespace) -> ReplayOptions:
         max_client_lag_ms=args.max_client_lag_ms,
         output=args.output,
     )
+
+
+def _api_key(chosen: str | None) -> str | None:
+    """Raises ConfigError, without the key, for one that no header can hold."""
+    key = chosen or os.environ.get("OPENAI_API_KEY") or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        source = "--api-key" if chosen else "the environment variable OPENAI_API_KEY"
+        raise ConfigError(f"{source}: a key has printable ASCII characters only")
+    return key
 
 
 def _parser() -> argparse.ArgumentParser:

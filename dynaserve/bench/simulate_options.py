@@ -14,6 +14,7 @@ from workloads.trace import MOST_TOKENS
 
 OVERHEAD_MS, COST_SCALE = 2.5, 1.0
 """Of the steps of a grid, unless options say otherwise."""
+_MOST_RUNNING = 256
 _USUAL: dict[str, Any] = {
     "drift_s": 5.0,
     "min_prefill_tokens": 16,
@@ -62,6 +63,10 @@ def parse(arguments: Sequence[str], *, alone: bool = False) -> argparse.Namespac
         moving = ("--hand-off-ms", "--kv-gbytes-per-s", "--kv-on-host", "--fixed-hand-offs")
         check_needed(args, "a --policy that hands requests over", hands_over, *moving)
         check_needed(args, "a --policy that reads it", args.policy != "round-robin", "--expect")
+    if args.max_running is None:
+        args.max_running = min(_MOST_RUNNING, args.chunk)
+    if args.max_running > args.chunk:
+        raise ConfigError(f"--max-running {args.max_running} is more than --chunk {args.chunk}: a step takes a token of each")
     for name, value in _USUAL.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -137,7 +142,7 @@ def _add_fleet(group: Any) -> None:
     group.add_argument("--chunk", type=count, default=2048, metavar="N", help="most tokens of a step (default: 2048)")
     late = f"of a late step with --batching slo (default: {_USUAL['min_prefill_tokens']})"
     group.add_argument("--min-prefill-tokens", type=count, metavar="N", help=late)
-    group.add_argument("--max-running", type=count, default=256, metavar="N", help="requests at a time (default: 256)")
+    group.add_argument("--max-running", type=count, metavar="N", help=f"requests at a time (default: {_MOST_RUNNING}, or --chunk)")
     group.add_argument("--kv-tokens", type=count, default=219168, metavar="N", help="KV cache (default: 219168)")
     group.add_argument("--hand-off-ms", type=options.positive, metavar="MS", help=f"(default: {_USUAL['hand_off_ms']:g})")
     group.add_argument("--kv-gbytes-per-s", type=options.positive, metavar="X", help="of an instance's link (default: no limit)")

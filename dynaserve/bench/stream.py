@@ -69,7 +69,7 @@ class CompletionStream:
     def _event(self, payload: bytes, at_s: float) -> None:
         try:
             event = _decoder.decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.failure = self.failure or Failure("not a completion", f"{error} in the event {payload[:200]!r}")
             return
         if event.error is not None:
