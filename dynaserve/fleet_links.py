@@ -76,7 +76,7 @@ class FleetLinks:
         self._least_model_len = min(instance.description.max_model_len for instance in instances)
         opened = await asyncio.gather(*(self._open(instance, timeout_s) for instance in instances), return_exceptions=True)
         faults = [link for link in opened if isinstance(link, BaseException)]
-        for instance, link in zip(instances, opened, strict=True):  # in their order, which policies go by
+        for instance, link in zip(instances, opened, strict=True):  # in their order
             if isinstance(link, BaseException):
                 self.instances.pop(instance.instance_id, None)
             else:

@@ -32,7 +32,7 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """health: up, suspect, dead or draining. kv_usage: share of its KV blocks that are taken, 0 to 1. kv_tokens: that fit into all.
+    """health: up, suspect, dead, draining or loading. kv_usage: share of its KV blocks that are taken, 0 to 1. kv_tokens: that fit.
 
     Requests and kv_usage are None where it has not said. recent_steps: the newest last; empty under vLLM's own batching.
     """

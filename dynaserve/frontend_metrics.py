@@ -18,7 +18,7 @@ from dynaserve.records import RequestRecord
 
 URL = "url"
 """Label that names an instance; `instance` is Prometheus's own, of whom it has asked."""
-HEALTHS = ("up", "suspect", "dead", "draining")
+HEALTHS = ("up", "suspect", "dead", "draining", "loading")
 _HAND_OVER_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0)
 
@@ -68,6 +68,12 @@ def know(url: str) -> None:
     """Begins what is counted of an instance at 0: Prometheus sees no increase in a series that begins with its first event."""
     for counter in (DEATHS, MALFORMED, FAILED):
         counter.labels(url)
+
+
+def forget(url: str) -> None:
+    """Of an instance that has left for good; one that joins again begins at 0."""
+    for counter in (DEATHS, MALFORMED, FAILED):
+        counter.remove(url)
 
 
 def observe_end(record: RequestRecord) -> None:

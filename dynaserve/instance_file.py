@@ -28,8 +28,9 @@ def read(path: Path) -> tuple[str, ...]:
 class InstanceFile:
     """Keeps a fleet equal to what the file names. Instances that came otherwise stay: only what the file no longer names leaves.
 
-    A file that cannot be read, or is empty, changes nothing; an instance that cannot be added or removed is tried again. One that
-    does not answer delays neither the others nor the next look.
+    A file that cannot be read, or is empty, changes nothing, and an instance leaves once two looks in a row lack it: a file
+    may be seen half-written. An instance that cannot be added or removed is tried again. One that does not answer delays neither the others
+    nor the next look.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class InstanceFile:
         self._remove = remove
         self._wanted: set[str] = set()
         """By the file, as it was read last."""
+        self._missing: set[str] = set()
+        """What it no longer named then: it leaves if the next look does not find it either, as somebody may be writing the file."""
         self._named: set[str] = set(members())
         self._changing: set[str] = set()
         """Those that are being added or removed: nothing else is done with them meanwhile."""
@@ -77,8 +80,10 @@ class InstanceFile:
         self._told = {url: fault for url, fault in self._told.items() if url in self._named}
         for url in sorted(wanted - members - self._changing):
             self._begin(changes, self._add, url, "joins")
-        for url in sorted((self._named - wanted) & members - self._changing):
+        missing = self._named - wanted
+        for url in sorted(missing & self._missing & members - self._changing):
             self._begin(changes, self._let_go, url, "leaves")
+        self._missing = missing
 
     def _begin(self, changes: asyncio.TaskGroup, change: Callable[[str], Awaitable[None]], url: str, what: str) -> None:
         self._changing.add(url)

@@ -34,13 +34,15 @@ class MicroRecord:
 
 @dataclass
 class LostAttempt:
-    """A request that had to go on elsewhere: why, with how many tokens, when, and what of it had been where."""
+    """A request that had to go on elsewhere: why, with how many tokens, when, and what of it had been where. aborted: by an instance
+    that lives, as one does that is told to stop."""
 
     reason: str
     output_tokens: int
     at_ms: float
     alpha: MicroRecord | None
     beta: MicroRecord | None
+    aborted: bool = False
 
 
 @dataclass
@@ -120,9 +122,14 @@ class RequestRecord:
     def mark(self, phase: str, now_ms: float) -> None:
         self.timeline_ms.setdefault(phase, round(now_ms, 3))
 
-    def lose(self, reason: str, now_ms: float) -> None:
+    def lose(self, reason: str, now_ms: float, *, aborted: bool = False) -> None:
         """The request has lost an instance that it needs; alpha and beta are from now on those of its next attempt."""
-        self.lost_attempts.append(LostAttempt(reason, self.output_tokens, round(now_ms, 3), self.alpha, self.beta))
+        self.lost_attempts.append(LostAttempt(reason, self.output_tokens, round(now_ms, 3), self.alpha, self.beta, aborted))
+
+    @property
+    def lost_lives(self) -> int:
+        """Attempts in which the request may have ended its instance (decision 8)."""
+        return sum(not attempt.aborted for attempt in self.lost_attempts)
 
     @property
     def state(self) -> str:

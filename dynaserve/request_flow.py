@@ -467,13 +467,13 @@ class RequestFlow:
         """Nobody here has asked for it: an engine that is told to stop aborts what it runs (vLLM's `EngineCore._handle_shutdown`)."""
         if not self.needs(side):
             return []
-        return self._on_lost(side, f"instance {self._micro(side).instance} has aborted it", now_ms)
+        return self._on_lost(side, f"instance {self._micro(side).instance} has aborted it", now_ms, aborted=True)
 
-    def _on_lost(self, side: Side, reason: str, now_ms: float) -> list[Instruction]:
+    def _on_lost(self, side: Side, reason: str, now_ms: float, *, aborted: bool = False) -> list[Instruction]:
         """A half that is needed has ended before its time."""
         if side is Side.BETA and self.state is not State.BETA:
             return self._lift(reason, now_ms)
-        return self._orphan(reason, now_ms)
+        return self._orphan(reason, now_ms, aborted=aborted)
 
     def _continue_without_alpha(self, reason: str, now_ms: float) -> list[Instruction]:
         """The beta begins where the tokens that the client has end, from the KV that has arrived; in a prompt not beyond where the alpha
@@ -487,10 +487,10 @@ class RequestFlow:
         self.record.mark("alpha_lost", now_ms)
         return self._continue_if_ready(now_ms)
 
-    def _orphan(self, reason: str, now_ms: float) -> list[Instruction]:
+    def _orphan(self, reason: str, now_ms: float, *, aborted: bool = False) -> list[Instruction]:
         """What is left of this attempt ends."""
         aborts: list[Instruction] = [SendAbort(self._micro(side).instance) for side in Side if side in self.live]
-        self.record.lose(reason, now_ms)
+        self.record.lose(reason, now_ms, aborted=aborted)
         self.live.clear()
         self.attempt += 1
         self.state = State.ORPHANED

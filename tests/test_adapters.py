@@ -23,11 +23,13 @@ class Instances:
 
     def __init__(self, *silent: str) -> None:
         self.told: list[tuple[str, str]] = []
+        self.messages: list[tuple[str, AddLora]] = []
         self.silent = silent
         self.loader = AdapterLoader(self.send)
 
     async def send(self, instance: str, message: AddLora) -> None:
         self.told.append((instance, message.lora_name))
+        self.messages.append((instance, message))
         if instance not in self.silent:
             self.loader.answered(instance, LoraAdded(message.lora_int_id, None))
 
@@ -167,6 +169,47 @@ def test_an_adapter_that_was_loaded_stays_so_where_it_cannot_be_loaded_anew(how:
         assert loader.loaded == before
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+def test_instances_that_have_replaced_an_adapter_put_it_back_where_another_cannot(how: str) -> None:
+    async def scenario() -> None:
+        instances = Instances()
+        loader = instances.loader
+        await loader.load(FIRST, ["a", "b"])
+        instances.silent, instances.messages = ("b",), []
+        anew = asyncio.create_task(loader.load(LoRARequest("first", 1, "/better", load_inplace=True), ["a", "b"]))
+        assert await waits(anew)
+        if how == "cancelled":
+            await cancel(anew)
+        else:
+            loader.answered("b", LoraAdded(NUMBER, "there is no such file"))
+            with pytest.raises(ValueError, match="there is no such file"):
+                await anew
+        await asyncio.sleep(0)
+        assert [(name, one.lora_path, one.load_inplace) for name, one in instances.messages[2:]] == [
+            ("a", "/first", True),
+            ("b", "/first", True),
+        ]
+        loader.answered("b", LoraAdded(NUMBER, None))
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_that_was_unloaded_and_is_loaded_again_is_read_again() -> None:
+    """Instances do not hear of the first, and its files may be others by now."""
+
+    async def scenario() -> None:
+        instances = Instances()
+        for _ in range(2):
+            await instances.loader.load(FIRST, ["a"])
+        assert [(one.lora_int_id, one.load_inplace) for _, one in instances.messages] == [(NUMBER, False), (NUMBER, True)]
+
+    asyncio.run(scenario())
+
+
+def test_no_request_has_weights_read_anew() -> None:
+    assert not Instances().loader.with_fleet_id(LoRARequest("first", 1, "/first", load_inplace=True)).load_inplace
 
 
 def test_a_fleet_changes_an_adapters_number_only() -> None:

@@ -63,6 +63,7 @@ from vllm_plugin import failover, requests
 from vllm_plugin.adapters import LONGEST_NAME
 from vllm_plugin.fleet_client import FleetClient
 from vllm_plugin.frontend import FleetLLM
+from vllm_plugin.orphans import PATIENCE_S
 
 NAMES = ("http://a", "http://b")
 
@@ -272,22 +273,26 @@ def test_a_request_that_waits_for_an_instance_is_one_decision() -> None:
     run(scenario)
 
 
-def test_a_message_that_vllm_s_decoder_fails_at_is_dropped_and_its_instance_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_vllm_s_decoder_fails_at_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them the answer would have a hole."""
+
     class Failing:
         def decode(self, _: object) -> None:
             raise AttributeError("module 'torch' has no attribute 'nothing'")
 
     async def scenario(fleet: Fleet) -> None:
         first = await fleet.start("r")
+        (second,) = set(NAMES) - {first}
         counted = frontend_metrics.MALFORMED.labels(first)
         before = counted._value.get()
         (began,) = fleet.runs(first, "r")
         monkeypatch.setattr(fleet.client, "_decoder", Failing())
         await fleet.sample(first, began.request_id, [7])
-        await until(lambda: counted._value.get() == before + 1)
+        await until(lambda: bool(fleet.runs(second, "r")))
+        assert counted._value.get() == before + 1
         monkeypatch.undo()
-        await fleet.sample(first, began.request_id, [8], FinishReason.LENGTH)
-        assert (await fleet.output()).new_token_ids == [8]
+        await fleet.sample(second, fleet.runs(second, "r")[0].request_id, [7, 8], FinishReason.LENGTH)
+        assert (await fleet.output()).new_token_ids == [7, 8]
 
     run(scenario)
 
@@ -341,6 +346,9 @@ def test_a_full_fleet_refuses_before_a_request_costs_anything() -> None:
         name = await fleet.start("r")
         with pytest.raises(Overloaded, match="1 requests wait for their first token, and at most 1 may"):
             fleet.client.admit(10, SamplingParams(), 20)
+        with pytest.raises(Overloaded, match="1 requests wait"):
+            fleet.client.check_room(1)
+        fleet.client.admit(10, SamplingParams(), 20, follows=True)
         await fleet.sample(name, fleet.runs(name, "r")[0].request_id, [7])
         await fleet.output()
         fleet.client.admit(10, SamplingParams(), 20)
@@ -451,6 +459,7 @@ def test_an_instance_that_comes_back_has_the_adapters_of_the_fleet_before_it_tak
         anew.start(zmq.asyncio.Context.instance())
         monkeypatch.setattr(fleet.client._links, "describe", lambda *_: described(first, anew))
         await until(lambda: len(asked(anew)) == 1)
+        assert fleet.client.health(first) == "loading"
         assert {await fleet.start(name) for name in ("r", "s", "t")} == {second}
         await answers(anew, error=first_answer)
         if first_answer is not None:
@@ -458,6 +467,7 @@ def test_an_instance_that_comes_back_has_the_adapters_of_the_fleet_before_it_tak
             assert await fleet.start("u") == second
             await answers(anew, times=2)
         await until(lambda: not fleet.client._loading)
+        assert fleet.client.health(first) == "up"
         assert await fleet.start("v") == first
 
     monkeypatch.setattr(failover, "LOAD_AGAIN_S", 0.1)
@@ -538,6 +548,37 @@ def test_a_request_that_has_lost_too_many_instances_is_not_given_to_another(monk
 
 
 FIVE = tuple(f"http://{name}" for name in "abcde")
+
+
+def test_instances_that_are_restarted_one_by_one_cost_a_request_no_life() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        told = fleet.unavailable()
+        await fleet.start("r")
+        for _ in range(failover.MOST_LOST + 1):
+            (name,) = [one for one in FIVE if fleet.runs(one, "r") and fleet.client.health(one) == "up"]
+            await drains(fleet, name, True)
+            await fleet.sample(name, fleet.runs(name, "r")[0].request_id, [], FinishReason.ABORT)
+            await until(lambda: any(fleet.runs(one, "r") for one in FIVE if fleet.client.health(one) == "up"))
+        assert not told
+        (record,) = fleet.client.book.recent(1)
+        assert (len(record.lost_attempts), record.lost_lives) == (failover.MOST_LOST + 1, 0)
+
+    run(scenario, names=FIVE)
+
+
+def test_a_fleet_that_only_drains_says_that_it_takes_nothing() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for name in NAMES:
+            await drains(fleet, name, True)
+        now_s = time.monotonic()
+        assert fleet.client.why_unavailable(now_s) is None
+        assert fleet.client.why_unavailable(now_s + PATIENCE_S + 1.0) == "no instance of the fleet takes requests"
+        with pytest.raises(ConfigError, match="the last one of the fleet that takes requests"):
+            await fleet.client.remove_instance(NAMES[0])
+        await drains(fleet, NAMES[0], False)
+        assert fleet.client.why_unavailable(now_s + PATIENCE_S + 1.0) is None
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("how", ["cut", "silent"])
@@ -708,7 +749,8 @@ def test_a_dead_instance_that_was_to_leave_is_gone_at_once() -> None:
         fleet.gateways[first].cut()
         await until(lambda: bool(fleet.runs(second, "r")))
         await until(lambda: first not in fleet.client.instances)
-        with pytest.raises(ConfigError, match="last one of the fleet that lives"):
+        await until(lambda: REGISTRY.get_sample_value("dynaserve_instance_deaths_total", {"url": first}) is None)
+        with pytest.raises(ConfigError, match="last one of the fleet that takes requests"):
             await fleet.client.remove_instance(second)
 
     run(scenario)
@@ -1002,6 +1044,23 @@ def test_the_longest_name_and_path_of_an_adapter_are_heard() -> None:
     longer = AddLora("n", 1, "p" * (LONGEST_NAME + 1))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(longer), type=ToInstance)
+
+
+@pytest.mark.parametrize(("error", "status"), [(Overloaded("full"), 429), (NoInstance("nobody"), 503)])
+def test_what_is_refused_is_refused_before_a_stream_begins(error: Exception, status: int) -> None:
+    """Responses begin theirs before they ask the engine."""
+
+    def no_room(_: int) -> None:
+        raise error
+
+    llm: Any = FleetLLM.__new__(FleetLLM)
+    llm.scheduler_config = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
+    llm.engine_core = SimpleNamespace(check_room=no_room, shutdown=lambda **_: None)
+    llm.output_processor = None
+    with pytest.raises(GracefulHTTPError, match=str(error)) as refusal:
+        llm.check_admission(1)
+    assert refusal.value.http_status == status
+    llm.check_admission(1, "r")  # of what was admitted
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing_in_vllms_output_processor() -> None:

@@ -57,6 +57,6 @@ def test_the_gauges_are_in_vllms_metrics_while_the_server_runs(_: str) -> None:
         health = {
             sample.labels["health"]: sample.value for sample in samples if sample.labels.get("url") == B and "health" in sample.labels
         }
-        assert health == {"up": 0, "suspect": 1, "dead": 0, "draining": 0}
+        assert health == {"up": 0, "suspect": 1, "dead": 0, "draining": 0, "loading": 0}
 
     run(scenario, [""])

@@ -31,6 +31,7 @@ from dynaserve.instance_link import InstanceLink
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import (
     Abort,
+    AddLora,
     Announce,
     Beat,
     Continue,
@@ -82,6 +83,7 @@ class Engine:
     heart: Heart
     added: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    adapters: list[tuple[str, bool]] = field(default_factory=list)
     called: list[tuple[str, Any]] = field(default_factory=list)
     moves: bool = True
     """Whether a hand-off can be moved."""
@@ -105,6 +107,7 @@ class Engine:
 
     async def add_lora_async(self, request: Any) -> None:
         """Any is loaded."""
+        self.adapters.append((request.lora_path, request.load_inplace))
 
 
 GATEWAYS_OWN = (
@@ -232,6 +235,21 @@ def test_nobody_is_told_the_secret(secret_file: Path) -> None:
         assert not [part for part in (LINE.encode(), secret.public_key, secret.secret_key) if part in told]
 
     run(scenario, secret_file)
+
+
+def test_another_adapter_of_a_number_that_is_there_is_read() -> None:
+    """A front-end that was started anew, or another one, knows of nothing that was loaded in place."""
+
+    async def scenario(instance: Instance) -> None:
+        link = await instance.link("frontend", None)
+        loads = [("/v1", False), ("/v2", True), ("/v1", False), ("/v1", False)]
+        for count, (path, in_place) in enumerate(loads, 1):
+            await link.send(AddLora("first", 5, path, load_inplace=in_place), [])
+            await until(lambda count=count: len(instance.engine.adapters) == count)  # type: ignore[misc]
+        assert instance.engine.adapters == [("/v1", False), ("/v2", True), ("/v1", True), ("/v1", False)]
+        link.close()
+
+    run(scenario)
 
 
 def test_a_frame_that_is_too_long_ends_the_connection_of_its_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ def look(tmp_path: Path, fleet: Fleet) -> Callable[[str | None], set[str]]:
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text)
-        asyncio.run(look_and_wait(file))
+        for _ in range(2):
+            asyncio.run(look_and_wait(file))
         return fleet.members
 
     return write_and_look
@@ -81,6 +82,15 @@ Look = Callable[[str | None], set[str]]
 def test_what_the_file_names_joins_and_what_it_names_no_longer_leaves(look: Look) -> None:
     assert look("http://b/\n# spare\n\nhttp://c\n") == {"http://b", "http://c"}
     assert look("http://c\n") == {"http://c"}
+
+
+def test_a_file_that_is_seen_half_written_has_nobody_leave(tmp_path: Path, fleet: Fleet) -> None:
+    path = tmp_path / "instances"
+    file = InstanceFile(path, lambda: fleet.members, fleet.add, fleet.remove)
+    for text, members in (("http://a\n", "ab"), ("http://a\nhttp://b\n", "ab"), ("http://b\n", "ab"), ("http://b\n", "b")):
+        path.write_text(text)
+        asyncio.run(look_and_wait(file))
+        assert fleet.members == {f"http://{name}" for name in members}
 
 
 def test_an_instance_that_came_otherwise_stays(look: Look, fleet: Fleet) -> None:

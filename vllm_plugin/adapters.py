@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from vllm.lora.request import LoRARequest
 
 from dynaserve.messages import AddLora, LoraAdded
+
+logger = logging.getLogger("vllm.dynaserve.frontend")
 
 _LOAD_TIMEOUT_S = 120.0
 LONGEST_NAME = 4096
@@ -36,8 +39,10 @@ class AdapterLoader:
     (openai/models/serving.py:180), so that requests under way go on with the new weights, and the old files may go."""
     pending: dict[tuple[str, int], list[asyncio.Future[str | None]]] = field(default_factory=dict)
     """Who waits for which instance to load which adapter. Each waits for itself: one that is cancelled takes nobody else's answer."""
+    _ever_loaded: set[int] = field(default_factory=set)
+    _putting_back: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def load(self, lora: LoRARequest, instances: Iterable[str]) -> None:
+    async def load(self, lora: LoRARequest, instances: Collection[str]) -> None:
         """Returns when every instance has it. Raises ValueError, which names the instances that cannot load it and why, or what is too
         long."""
         for what, text in (("name", lora.lora_name), ("path", lora.lora_path)):
@@ -45,7 +50,10 @@ class AdapterLoader:
                 raise ValueError(f"the {what} of a LoRA adapter has {len(text)} characters, at most {LONGEST_NAME} are taken")
         number = self.number_of(lora) if lora.load_inplace else adapter_id(lora.lora_name, lora.lora_path)
         number_before = self.numbers.get(lora.lora_name)
-        message = AddLora(lora.lora_name, number, lora.lora_path, lora.load_inplace, lora.is_3d_lora_weight)
+        # Instances do not hear of what is unloaded, and keep the weights that they have of a number unless they are told to read them anew.
+        anew = lora.load_inplace or number in self._ever_loaded
+        self._ever_loaded.add(number)
+        message = AddLora(lora.lora_name, number, lora.lora_path, anew, lora.is_3d_lora_weight)
         before = self.loaded.get(number)  # of no other load that goes on: vLLM has one at a time of a name (`lora_resolver_lock`)
         self.loaded[number] = message  # an instance that joins meanwhile is told as well
         self.numbers[lora.lora_name] = number
@@ -56,6 +64,7 @@ class AdapterLoader:
             self.loaded.pop(number, None)
             if before is not None:
                 self.loaded[number] = before
+                self._put_back(before, list(instances))
             self.numbers.pop(lora.lora_name)
             if number_before is not None:
                 self.numbers[lora.lora_name] = number_before
@@ -65,7 +74,8 @@ class AdapterLoader:
         return self.numbers.get(lora.lora_name, adapter_id(lora.lora_name, lora.lora_path))
 
     def with_fleet_id(self, lora: LoRARequest) -> LoRARequest:
-        return msgspec.structs.replace(lora, lora_int_id=self.number_of(lora))
+        """vLLM keeps `load_inplace` with an adapter that was loaded so; in a request it would have weights read from disk in every step."""
+        return msgspec.structs.replace(lora, lora_int_id=self.number_of(lora), load_inplace=False)
 
     async def load_all(self, instance: str) -> list[str]:
         """Tells an instance that has come back what the others have. Returns why it cannot load it; empty: it has everything."""
@@ -80,6 +90,17 @@ class AdapterLoader:
         kept = {number: one for number, one in self.loaded.items() if (one.lora_name, one.lora_path) in needed or number in awaited}
         self.loaded = kept
         self.numbers = {name: number for name, number in self.numbers.items() if number in kept}
+
+    def _put_back(self, before: AddLora, instances: Sequence[str]) -> None:
+        """Some of them may have other weights of that number by now."""
+
+        async def put_back() -> None:
+            if faults := await self._ask(msgspec.structs.replace(before, load_inplace=True), instances):
+                logger.error("LoRA adapter %s was not replaced, and %s is not back: %s", before.lora_name, before.lora_path, faults)
+
+        task = asyncio.create_task(put_back())
+        self._putting_back.add(task)
+        task.add_done_callback(self._putting_back.discard)
 
     async def _ask(self, message: AddLora, instances: Sequence[str]) -> list[str]:
         number = message.lora_int_id

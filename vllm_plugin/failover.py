@@ -54,6 +54,7 @@ class Failover:
     _loading: dict[str, asyncio.Task[None]]
     _timeout_s: float
     _transport: str
+    _nobody_takes_since_s: float | None = None
     _died_s: float = -math.inf
     _settled_s: float = -math.inf
     """Until then nothing is placed again: it would only lose another life."""
@@ -77,8 +78,10 @@ class Failover:
     def _close_if_over(self, live: Live) -> None: ...
 
     def health(self, instance: str) -> str:
-        """up, suspect, dead or draining."""
-        return "draining" if instance in self._draining | self._stopping else self._links.liveness.health(instance).value
+        """up, suspect, dead, draining or loading (adapters, before which it takes no requests)."""
+        if instance in self._draining | self._stopping:
+            return "draining"
+        return "loading" if instance in self._loading else self._links.liveness.health(instance).value
 
     async def _on_change(self, change: Changed) -> None:
         name = change.instance_id
@@ -118,9 +121,13 @@ class Failover:
         # are found dead together, those whose turn is to come are linked still.
         certain = any(health[other] is Health.UP and not self.instances[other].description.stock for other in takers)
         wanted = {Health.UP} if certain else {Health.UP, Health.SUSPECT}
+        accepting = {other for other in takers if health[other] in wanted}
         for other in health:
-            accepts_new = other in takers and health[other] in wanted
-            self._placer.observe(other, self.instances[other].description, accepts_new=accepts_new)
+            self._placer.observe(other, self.instances[other].description, accepts_new=other in accepting)
+        if accepting:
+            self._nobody_takes_since_s = None
+        elif self._nobody_takes_since_s is None:
+            self._nobody_takes_since_s = time.monotonic()
 
     async def _on_stopping(self, instance: str, *, is_stopping: bool) -> None:
         """An instance that was told to stop takes nothing new. It finishes what it runs or aborts it, and does not stay for a beta that
@@ -188,9 +195,9 @@ class Failover:
             raise ConfigError(f"instance {name} is not in the fleet")
         staying = self.instances.keys() - self._draining - {name}
         with_plugin = [other for other in staying if not self.instances[other].description.stock]
-        alive = any(self._links.liveness.health(other) is not Health.DEAD for other in with_plugin)
-        if not alive and not self.instances[name].description.stock:
-            raise ConfigError(f"instance {name} is the last one of the fleet that lives and has the plugin")
+        takes = any(self.health(other) in (Health.UP.value, Health.SUSPECT.value) for other in with_plugin)
+        if not takes and not self.instances[name].description.stock:
+            raise ConfigError(f"instance {name} is the last one of the fleet that takes requests and has the plugin")
         self._draining.add(name)
         await self._take_new_requests()
         await self.let_go()
@@ -203,6 +210,7 @@ class Failover:
         for name in self._draining - busy:
             self._draining.discard(name)
             await self._links.remove(name)
+            frontend_metrics.forget(name)
 
     # -- requests that have lost their instance ------------------------------------------------------------------------
 
@@ -212,7 +220,7 @@ class Failover:
         if now_s < self._settled_s:
             self._orphans.add(live.internal_id, now_s)
             return
-        lost = len(live.flow.record.lost_attempts)
+        lost = live.flow.record.lost_lives
         if lost >= MOST_LOST and self._links.alive:  # else the whole fleet is gone, for whatever reason
             await self._give_up(live, f"it has lost {lost} instances, and is not given to another", HTTPStatus.INTERNAL_SERVER_ERROR, now_s)
             return

@@ -168,17 +168,33 @@ class FleetClient(Failover):
 
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
-    def admit(self, prompt_tokens: int | None, params: SamplingParams, max_tokens: int) -> None:
-        """Raises BadRequest, NoInstance or Overloaded before the request costs anything."""
+    def admit(self, prompt_tokens: int | None, params: SamplingParams, max_tokens: int, *, follows: bool = False) -> None:
+        """follows: on what was admitted for the same client's request, which is not refused for want of room once it runs. Raises
+        BadRequest, NoInstance or Overloaded before the request costs anything."""
         now_s = time.monotonic()
-        if reason := self.why_unavailable(now_s):
-            frontend_metrics.UNAVAILABLE.labels(NoInstance.status).inc()
-            raise NoInstance(reason)
+        self._check_available(now_s)
         extra_args = params.extra_args or {}
         check_extra_args(extra_args, prompt_tokens, max_tokens, self._reference.description.workers[0].endpoint.transports)
         check_speculation(params, [instance.description.cut_obstacle for instance in self.instances.values()])
+        if follows:
+            return
         slo_ms = math.inf if extra_args.get(BEST_EFFORT_ARG) else extra_args.get(TTFT_ARG, self._placer.ttft_slo_ms)
-        if refusal := self._admission.why_not(prompt_tokens or 0, slo_ms, now_s, params.n):
+        self._check_admitted(prompt_tokens or 0, slo_ms, now_s, params.n)
+
+    def check_room(self, sequences: int) -> None:
+        """As far as it can be told before anything is known of a request but for how many answers it asks. Raises NoInstance or
+        Overloaded."""
+        now_s = time.monotonic()
+        self._check_available(now_s)
+        self._check_admitted(0, math.inf, now_s, sequences)
+
+    def _check_available(self, now_s: float) -> None:
+        if reason := self.why_unavailable(now_s):
+            frontend_metrics.UNAVAILABLE.labels(NoInstance.status).inc()
+            raise NoInstance(reason)
+
+    def _check_admitted(self, prompt_tokens: int, ttft_slo_ms: float, now_s: float, sequences: int) -> None:
+        if refusal := self._admission.why_not(prompt_tokens, ttft_slo_ms, now_s, sequences):
             frontend_metrics.REFUSED.labels(refusal.kind).inc()
             raise Overloaded(refusal.reason)
 
@@ -186,7 +202,11 @@ class FleetClient(Failover):
         """Why no request is taken at all; None: requests are."""
         if self._leaving:
             return LEAVING
-        return "no instance of the fleet is alive" if self._links.deserted_s(now_s) > PATIENCE_S else None
+        if self._links.deserted_s(now_s) > PATIENCE_S:
+            return "no instance of the fleet is alive"
+        if self._nobody_takes_since_s is not None and now_s - self._nobody_takes_since_s > PATIENCE_S:
+            return "no instance of the fleet takes requests"
+        return None
 
     @property
     def _reference(self) -> Instance:
@@ -423,6 +443,8 @@ class FleetClient(Failover):
         except Exception as error:  # noqa: BLE001 - vLLM's decoder raises anything for what is no message of it
             frontend_metrics.MALFORMED.labels(instance).inc()
             logger.warning("dropped a malformed message from %s: %s", instance, error)
+            if len(frames) > 1:  # without these tokens answers would have a hole
+                await self._links.lost(instance, "tokens of it cannot be read")
             return
         try:
             await self._on_decoded(instance, message, outputs)

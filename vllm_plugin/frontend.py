@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncGenerator, Iterable
@@ -54,11 +55,26 @@ example:
 SAVE_EVERY_S = 60.0
 """The lengths of answers, beside the last time: a front-end may be killed."""
 
+_FOLLOWS = re.compile(r"-beam-\d+$|^resp_[0-9a-f]+_[1-9]\d*$")
+"""Ids of what vLLM asks of its engine for a request that was admitted before: a step of a beam search (generate/beam_search/online.py:85),
+or what follows on a tool's answer (openai/responses/serving.py:656)."""
+
 logger = logging.getLogger("vllm.dynaserve.frontend")
 
 
 class FleetLLM(AsyncLLM):
     """AsyncLLM that refuses before the answer starts: from inside the stream an error would come as HTTP 200 or 500."""
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """vLLM's server asks before it begins any answer; Responses call `generate` when theirs has begun (openai/responses/serving.py:350,
+        665). With a `request_id` it is asked once more for what `generate` has admitted."""
+        super().check_admission(n, request_id)
+        client: FleetClient = self.engine_core
+        if request_id is None:
+            try:
+                client.check_room(n)
+            except (NoInstance, Overloaded) as error:
+                raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
 
     def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
@@ -69,7 +85,7 @@ class FleetLLM(AsyncLLM):
         client: FleetClient = self.engine_core
         try:
             check_request_id(request_id)
-            client.admit(prompt_tokens, sampling_params, max_tokens)
+            client.admit(prompt_tokens, sampling_params, max_tokens, follows=_FOLLOWS.search(request_id) is not None)
         except BadRequest as error:
             raise VLLMValidationError(str(error)) from error
         except (NoInstance, Overloaded) as error:

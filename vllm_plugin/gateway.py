@@ -105,7 +105,7 @@ class Gateway:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     load: Load | None = None
-    adapters: set[int] = field(default_factory=set)
+    adapters: dict[int, str] = field(default_factory=dict)
     """LoRA adapters that a front-end has had loaded."""
     request_decoder: MsgpackDecoder = field(default_factory=lambda: MsgpackDecoder(EngineCoreRequest))
     encoder: MsgpackEncoder = field(default_factory=MsgpackEncoder)
@@ -273,9 +273,11 @@ class Gateway:
     async def _add_lora(self, identity: bytes, message: AddLora) -> None:
         error = None
         try:
-            kind = {"load_inplace": message.load_inplace, "is_3d_lora_weight": message.is_3d_lora_weight}
+            # Another front-end, or this one before it was started anew, may have loaded something else in place of what this one names.
+            anew = message.load_inplace or self.adapters.get(message.lora_int_id, message.lora_path) != message.lora_path
+            kind = {"load_inplace": anew, "is_3d_lora_weight": message.is_3d_lora_weight}
             await self.engine.add_lora_async(LoRARequest(message.lora_name, message.lora_int_id, message.lora_path, **kind))
-            self.adapters.add(message.lora_int_id)
+            self.adapters[message.lora_int_id] = message.lora_path
         except Exception as fault:  # of any kind, from loading somebody's file: it is the front-end's answer
             logger.warning("LoRA adapter %s is not loaded", message.lora_name, exc_info=True)
             error = str(fault) or type(fault).__name__

@@ -152,7 +152,7 @@ def check_frames(frames: Sequence[Any]) -> None:
 def cache_key(request: EngineCoreRequest) -> tuple[str | None, str | None]:
     """What cached blocks must be equal in beside their tokens (vLLM's `generate_block_hash_extra_keys`)."""
     adapter = request.lora_request
-    return None if adapter is None else adapter.lora_name, request.cache_salt
+    return None if adapter is None else f"{adapter.lora_name}\0{adapter.lora_path}", request.cache_salt
 
 
 def why_whole(request: EngineCoreRequest, obstacles: Sequence[str | None]) -> str | None:

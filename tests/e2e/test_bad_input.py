@@ -37,6 +37,14 @@ def test_split_outside_the_request(fleet: FleetUnderTest, split: Any, stream: bo
     assert f"dynaserve_split is {split!r}, not a token index in [0, 90]" in response.json()["error"]["message"]
 
 
+def test_responses_tell_what_is_wrong(fleet: FleetUnderTest) -> None:
+    asked = {"model": fleet.model, "input": "Hello", "max_output_tokens": 8}
+    refused = fleet.frontend.post("/v1/responses", json={**asked, "vllm_xargs": {"dynaserve_split": -1}})
+    assert (refused.status_code, "dynaserve_split is -1, not a token index" in refused.text) == (400, True)
+    served = fleet.frontend.post("/v1/responses", json={**asked, "stream": True, "vllm_xargs": {"dynaserve_split": 4}})
+    assert "event: response.completed" in served.text
+
+
 def test_unknown_transport(fleet: FleetUnderTest) -> None:
     response = fleet.frontend.post("/v1/completions", json=fleet.body(prompt_of(50), transport="pigeon"))
     assert response.status_code == 400
