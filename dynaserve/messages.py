@@ -86,11 +86,14 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
 
 
 class Continue(msgspec.Struct, frozen=True, tag=True):
-    """The alpha has stopped at `hand_off_at` computed tokens, having sampled `output_token_ids`: resume once the KV is there."""
+    """The alpha has stopped at `hand_off_at` computed tokens, having sampled `output_token_ids`: resume once the KV is there.
+
+    alpha_lost: nobody knows where it has stopped, and KV of later tokens may be on its way."""
 
     request_id: RequestId
     hand_off_at: Tokens
     output_token_ids: TokenIds
+    alpha_lost: bool = False
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):

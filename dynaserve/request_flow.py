@@ -124,6 +124,7 @@ class SendContinue:
     instance_id: str
     hand_off_at: int
     output_token_ids: list[int]
+    alpha_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +317,8 @@ class RequestFlow:
         self.state = State.HANDING_OVER
         self.record.split_token = self.parked_at
         self.record.mark("continue_sent", now_ms)
-        return [SendContinue(self.placement.beta.instance_id, self.parked_at, list(self.output_token_ids))]
+        lost = Side.ALPHA not in self.live
+        return [SendContinue(self.placement.beta.instance_id, self.parked_at, list(self.output_token_ids), lost)]
 
     def _on_refused(self, side: Side, reason: str, now_ms: float) -> list[Instruction]:
         self.live.discard(side)

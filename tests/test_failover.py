@@ -67,8 +67,14 @@ WITHOUT_B: Sequence[Instruction] = [SendAbort("b"), PlaceAgain()]
 STATES: dict[str, tuple[tuple[Said, ...], Sequence[Instruction], Sequence[Instruction], State, State]] = {
     # said so far: what A's death causes, what B's death causes, and the states afterwards
     "announced": ((), WITHOUT_B, LIFT[:1], State.ORPHANED, State.WHOLE),
-    "granted": ((GRANTED,), [SendContinue("b", 99, [])], LIFT[:1], State.HANDING_OVER, State.WHOLE),
-    "granted, tokens": ((GRANTED, ALPHAS_TOKENS), [SendContinue("b", 101, [7, 8])], LIFT[:1], State.HANDING_OVER, State.WHOLE),
+    "granted": ((GRANTED,), [SendContinue("b", 99, [], alpha_lost=True)], LIFT[:1], State.HANDING_OVER, State.WHOLE),
+    "granted, tokens": (
+        (GRANTED, ALPHAS_TOKENS),
+        [SendContinue("b", 101, [7, 8], alpha_lost=True)],
+        LIFT[:1],
+        State.HANDING_OVER,
+        State.WHOLE,
+    ),
     "parked": ((PARKED,), WITHOUT_B, LIFT[:1], State.ORPHANED, State.WHOLE),
     "handing over": ((GRANTED, ALPHAS_TOKENS, PARKED), [], LIFT[:1], State.HANDING_OVER, State.WHOLE),
     "beta resumed": ((GRANTED, ALPHAS_TOKENS, PARKED, RESUMED), [], [SendAbort("a"), PlaceAgain()], State.BETA, State.ORPHANED),

@@ -397,7 +397,7 @@ def test_a_beta_goes_on_without_its_alpha_only_where_nothing_can_be_written_any_
         await until(lambda: fleet.client.book.find("r")[0].timeline_ms.get("granted") is not None)
         fleet.gateways[first].cut()
         if transport == "torch":
-            await until(lambda: Continue(announced.request_id, 5, []) in heard)
+            await until(lambda: Continue(announced.request_id, 5, [], alpha_lost=True) in heard)
             assert not fleet.runs(second, "r")
         else:
             await until(lambda: bool(fleet.runs(second, "r")))

@@ -357,6 +357,46 @@ def test_a_reservation_is_taken_back_when_running_requests_need_its_blocks(tmp_p
     assert not instance.scheduler.preemptions, "nobody is preempted for a reservation"
 
 
+def test_while_revoked_blocks_are_on_their_way_no_other_reservation_is_taken_back(instance: Instance) -> None:
+    instance.worker_answers = False
+    for name in "bc":
+        instance.add(name, "beta", 200, 210)
+    for late_s in (0.0, 1.0, 2.0):  # the peer takes its time
+        instance.scheduler.revoke_for_running(instance.engine.now_s + late_s, stuck=True)
+    instance.step()
+    assert [event.request_id for event in instance.events(Revoked)] == ["c"]
+    instance.engine.arrived.add("c")
+    instance.step()
+    instance.scheduler.revoke_for_running(instance.engine.now_s + 3.0, stuck=True)
+    instance.worker_answers = True
+    instance.finish("b")
+    assert [event.request_id for event in instance.events(Revoked)] == ["c", "b"]
+
+
+def test_the_beta_of_a_lost_alpha_waits_for_what_is_on_its_way(instance: Instance) -> None:
+    """KV of tokens beyond those that it goes on from would be written over what it computes."""
+    announced(instance)
+    assert instance.scheduler.continue_request("b", 110, [9] * 11, 0.0, alpha_lost=True)
+    instance.landed("b", 7)
+    assert instance.step() == {}
+    assert not instance.events(Resumed)
+    instance.engine.arrived.add("b")
+    instance.steps_until(lambda: instance.events(Resumed))
+    instance.finish("b")
+
+
+def test_a_last_block_that_has_left_in_part_keeps_its_hand_off_where_it_is(instance: Instance) -> None:
+    """Its alpha may be preempted in the middle of the step that fills it; the block is not sent again."""
+    instance.add("a", "alpha", 100, 130)
+    instance.steps_until(lambda: instance.scheduler.requests["a"].num_computed_tokens > 110)
+    instance.scheduler.micro.by_id["a"].complete = True
+    preempt(instance, "a")
+    instance.step()
+    assert not instance.parked()
+    assert not instance.scheduler.move_hand_off("a", 135)
+    instance.finish("a")
+
+
 def test_blocks_that_land_are_counted_without_a_step(instance: Instance) -> None:
     announced(instance)
     alarm = instance.scheduler._alarm = Alarm([], lambda: None)

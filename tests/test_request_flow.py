@@ -163,7 +163,7 @@ def test_a_beta_begins_where_an_alpha_that_died_may_have_stopped_whether_it_hear
     for hand_off_at in moves:
         flow.move(hand_off_at)
     assert flow.record.split_token == moves[-1]
-    assert flow.handle(ALPHA, InstanceDied("a", "gone", may_write=False), now_ms=2.0) == [SendContinue("b", begins_at, [])]
+    assert flow.handle(ALPHA, InstanceDied("a", "gone", may_write=False), now_ms=2.0) == [SendContinue("b", begins_at, [], alpha_lost=True)]
     assert flow.record.split_token == begins_at
 
 

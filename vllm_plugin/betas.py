@@ -162,6 +162,8 @@ class BetaScheduler(Scheduler):
         missing = self._blocks_of_this_step() - int(self.kv_cache_manager.block_pool.get_num_free_blocks())
         if stuck:  # the last step found no room for anything
             missing = max(missing, 1)
+        # Those that were taken back before are still to come.
+        missing -= sum(micro.granted_blocks - micro.first_index for micro in self.micro.betas.values() if micro.ended)
         for micro in revocable:
             if missing <= 0:
                 return
@@ -193,10 +195,12 @@ class BetaScheduler(Scheduler):
 
     # -- continue, resume ----------------------------------------------------------------------------------------------
 
-    def continue_request(self, request_id: str, hand_off_at: int, output_token_ids: list[int], waited_ms: float) -> bool:
+    def continue_request(
+        self, request_id: str, hand_off_at: int, output_token_ids: list[int], waited_ms: float, *, alpha_lost: bool = False
+    ) -> bool:
         """The alpha has stopped at `hand_off_at` tokens, having sampled these. False: the request is gone, or is given up.
 
-        waited_ms: since the message came, for the end of a step.
+        waited_ms: since the message came, for the end of a step. alpha_lost: as of `Continue`.
         """
         micro, request = self.micro.by_id.get(request_id), self.requests.get(request_id)
         if micro is None or request is None or not micro.revocable:
@@ -210,7 +214,7 @@ class BetaScheduler(Scheduler):
         if not self._grow(request, micro, self._begins_with(request, hand_off_at)):
             self.revoke(micro, f"no KV blocks for {hand_off_at} tokens: {request.num_computed_tokens} are reserved")
             return False
-        micro.step_rest_ms = waited_ms
+        micro.step_rest_ms, micro.alpha_lost = waited_ms, alpha_lost
         request.num_computed_tokens = max(hand_off_at, micro.cached_tokens)
         self._take_outputs(request, micro, output_token_ids)
         self.micro.complete(micro, max(micro.first_index, -(-hand_off_at // self.block_size)))

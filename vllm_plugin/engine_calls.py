@@ -71,10 +71,10 @@ def dynaserve_prepare(self: Any) -> bool:
     return True
 
 
-def dynaserve_continue(self: Any, request_id: str, hand_off_at: int, output_token_ids: list[int], came_s: float) -> bool:
+def dynaserve_continue(self: Any, request_id: str, hand_off_at: int, output_token_ids: list[int], came_s: float, alpha_lost: bool) -> bool:
     """came_s: when the message came to the gateway, on this machine's monotonic clock."""
     waited_ms = 1e3 * (time.monotonic() - came_s)
-    return bool(self.scheduler.continue_request(request_id, hand_off_at, output_token_ids, waited_ms))
+    return bool(self.scheduler.continue_request(request_id, hand_off_at, output_token_ids, waited_ms, alpha_lost=alpha_lost))
 
 
 def dynaserve_expect(self: Any, request_id: str, at_s: float) -> None:

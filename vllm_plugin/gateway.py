@@ -244,7 +244,8 @@ class Gateway:
                     self._spawn(self._answer_announce(identity, message.request_id))
             case Continue() if self._owns(identity, message.request_id):
                 self.reservations.moved(message.request_id, message.hand_off_at)
-                self._call("dynaserve_continue", message.request_id, message.hand_off_at, message.output_token_ids, time.monotonic())
+                known = message.hand_off_at, message.output_token_ids
+                self._call("dynaserve_continue", message.request_id, *known, time.monotonic(), message.alpha_lost)
             case Prepare() if self._owns(identity, message.request_id):
                 self._call("dynaserve_prepare")
             case Expect(in_ms=in_ms) if self._owns(identity, message.request_id):

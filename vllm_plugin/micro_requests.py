@@ -72,7 +72,8 @@ class MicroRequest:
 
     Of a beta: first_index, the first block that is transferred; granted_blocks, all blocks that it holds; landed_blocks, by the
     worker's rank, in order from first_index on; end_index, the block before which the transfer ends, None until `Continue`;
-    received: its KV is here; resumed: it runs, or may; expected_s: about when its alpha will stop, None: not told.
+    alpha_lost: KV beyond that may be on its way; received: its KV is here; resumed: it runs, or may; expected_s: about when its alpha
+    will stop, None: not told.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class MicroRequest:
     landed_blocks: Counter[int] = field(default_factory=Counter)
     end_index: int | None = None
     step_rest_ms: float = 0.0
+    alpha_lost: bool = False
     received: bool = False
     resumed: bool = False
     expected_s: float | None = None
@@ -172,7 +174,7 @@ class MicroRequests:
             return None
         self.unpark(micro)
         micro.ready_blocks = 0
-        micro.complete = False
+        # What has left in part stays as it was sent: the hand-off cannot move later on either.
         return micro.plan.transfer_id if micro.exposed else None
 
     def park(self, micro: MicroRequest, now_s: float) -> None:
@@ -232,9 +234,10 @@ class MicroRequests:
     def all_landed(self, micro: MicroRequest) -> bool:
         """Every worker has every block of the beta, as far as they have told.
 
-        By worker: where the end was moved back, one may have blocks beyond it, which another lacks before it.
+        By worker: where the end was moved back, one may have blocks beyond it, which another lacks before it. Of a lost alpha's beta only a
+        worker's report of the whole transfer counts: a block beyond the end may be on its way into what the beta would write.
         """
-        if micro.end_index is None:
+        if micro.end_index is None or micro.alpha_lost:
             return False
         return min(micro.landed_blocks[rank] for rank in range(self.num_workers)) >= micro.end_index - micro.first_index
 

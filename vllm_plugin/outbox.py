@@ -33,8 +33,8 @@ class Outbox:
                 await self._send(name, self._run(live, hand_off_at, tokens), resumed(live.request) if tokens else live.request)
             case SendAnnounce(hand_off_at=hand_off_at):
                 await self._send(name, self._announce(live, hand_off_at), live.request)
-            case SendContinue(hand_off_at=hand_off_at, output_token_ids=known):
-                await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off_at, known))
+            case SendContinue(hand_off_at=hand_off_at, output_token_ids=known, alpha_lost=lost):
+                await self._send(name, Continue(self._wire_id(live, Side.BETA), hand_off_at, known, lost))
             case SendPrepare():
                 await self._send(name, Prepare(self._wire_id(live, Side.BETA)))
             case SendMove(side=side, hand_off_at=hand_off_at):
