@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from dynaserve.kv_transfer import agent as agent_module
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.agent import Agent, Results
@@ -131,6 +132,22 @@ def test_news_of_a_transfer_ring(nodes: tuple[Node, Node]) -> None:
     until(lambda: b.rings > 0)
     a.agent.submit(tx.Stop("t"))
     until(lambda: a.rings > 0)
+
+
+def test_news_that_nobody_takes_ring_again(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may be lost, and an engine at rest waits for nothing else."""
+    monkeypatch.setattr(agent_module, "TELL_AGAIN_S", 0.05)
+    a, b = nodes
+    expect(b, a, "t", (10,))
+    a.agent.submit(tx.Ready("t", 0, (1,), final=True))
+    until(lambda: b.rings > 3)
+    assert b.poll().received == ["t"]
+    time.sleep(0.2)
+    taken = b.rings
+    time.sleep(0.3)
+    assert b.rings == taken
+    a.agent.submit(tx.Stop("t"))
+    until(lambda: a.poll().sending_stopped == ["t"])
 
 
 def test_transfers_in_both_directions_at_once(nodes: tuple[Node, Node]) -> None:

@@ -38,6 +38,8 @@ PROBE_EVERY_S, PROBE_FOR_S = 1.0, 60.0
 late. It goes on for longer while blocks wait for the answer."""
 ACK_AFTER_S = 0.5
 """One answer acknowledges all messages of this time."""
+TELL_AGAIN_S = 1.0
+"""As long as nobody takes what an idle engine is to be woken for."""
 RETRACT_WITHIN_S = 2.0
 """How long the engine's step waits for a push before that is given up: every request of the instance stands still. The largest push of a
 model of 14B, 96 MiB, takes 0.1 s at 10 Gbit/s."""
@@ -76,6 +78,11 @@ class _RestOverdue:
 
 
 @dataclass(frozen=True, slots=True)
+class _TellAgain:
+    """Time to see whether anybody has taken the results."""
+
+
+@dataclass(frozen=True, slots=True)
 class _AcksDue:
     """Time to acknowledge what has come."""
 
@@ -101,7 +108,7 @@ class _Awake:
     looks: int
 
 
-_Event = tx.Event | rx.Event | PeerLost | _Rest | _RestOverdue | _AcksDue | _ProbeDue | _Probed | _Awake
+_Event = tx.Event | rx.Event | PeerLost | _Rest | _RestOverdue | _AcksDue | _TellAgain | _ProbeDue | _Probed | _Awake
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -169,6 +176,7 @@ class Agent:
         self._losses: Counter[str] = Counter()
         """How often each peer was lost: what had been queued for it before is given up."""
         self._acks_due = False
+        self._tells_again = False
         self._lanes: dict[tuple[str, str], ThreadPoolExecutor] = {}
         self._pushes: dict[str, tx.Push] = {}
         """Of each transfer the one that is under way, or queued; whatever has become of the grant since."""
@@ -315,6 +323,10 @@ class Agent:
             case _AcksDue():
                 self._acks_due = False
                 self._control.send_acks()
+            case _TellAgain():
+                self._tells_again = False
+                if self._has_news():
+                    self._tell()
             case PeerLost(worker_id=worker_id, transfer_ids=transfer_ids):
                 self._lose(worker_id, transfer_ids)
             case _ProbeDue(peer=peer):
@@ -443,7 +455,7 @@ class Agent:
             case tx.SendingStopped(transfer_id=transfer_id):
                 with self._lock:
                     self._results.sending_stopped.append(transfer_id)
-                self._on_results()
+                self._tell()
 
     def _receive_side(self, instruction: rx.Instruction) -> None:
         match instruction:
@@ -460,7 +472,7 @@ class Agent:
                     self._on_landed(transfer_id, unbroken)
             case rx.Failed(transfer_id=transfer_id):
                 self._report(transfer_id, "failed")
-                self._on_results()
+                self._tell()
             case rx.Quarantine(transfer_id=transfer_id, transport=name):
                 looks = math.ceil(self._transports[name].late_write_s / AWAKE_LOOK_S)
                 self._handle_after(0.0, _Awake(rx.Quiet(transfer_id), looks))
@@ -468,7 +480,19 @@ class Agent:
                 with self._lock:
                     self._results.received.append(transfer_id)
                     self._results.lost_blocks.extend(lost)
-                self._on_results()
+                self._tell()
+
+    def _tell(self) -> None:
+        """Again and again until the results are taken: a signal may be lost, and nothing else would wake an engine that waits for these."""
+        self._on_results()
+        if not self._tells_again:
+            self._tells_again = True
+            self._handle_after(TELL_AGAIN_S, _TellAgain())
+
+    def _has_news(self) -> bool:
+        with self._lock:
+            results = self._results
+            return bool(results.sending_stopped or results.received or any(report.kind == "failed" for report in results.reports))
 
     def _report(self, transfer_id: str, kind: str, blocks: int = 0, before_end: bool = False, took_ms: float = 0.0) -> None:
         report = TransferReport(transfer_id, kind, time.monotonic(), 0.0, blocks, blocks * self._block_bytes, before_end, took_ms)
