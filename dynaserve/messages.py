@@ -217,7 +217,7 @@ class Resumed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """KV blocks left (`kind="sent"`) or arrived (`kind="received"`); see `kv_transfer.agent.TransferReport`."""
+    """KV blocks left (`kind="sent"`) or arrived (`kind="received"`); see `kv_transfer.results.TransferReport`."""
 
     request_id: RequestId
     kind: Name

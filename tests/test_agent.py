@@ -17,9 +17,10 @@ import zmq
 from dynaserve.kv_transfer import agent as agent_module
 from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
-from dynaserve.kv_transfer.agent import Agent, Results
+from dynaserve.kv_transfer.agent import Agent
 from dynaserve.kv_transfer.control_plane import ControlPlane
 from dynaserve.kv_transfer.mooncake_transport import MooncakeTransport
+from dynaserve.kv_transfer.results import Results
 from dynaserve.kv_transfer.transport import KvLayers, PushNumber, Transport, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Revoke
 from tests.cut_sockets import cut_port
@@ -256,7 +257,7 @@ def test_retract_waits_for_a_one_sided_push_under_way_as_long_as_that_takes(monk
     retracting.start()
     time.sleep(0.1)
     assert retracting.is_alive()
-    assert not a.agent._losses, "nothing is given up for it"
+    assert not a.agent._lanes.losses, "nothing is given up for it"
     SlowOneSided.may_push.set()
     until(lambda: not retracting.is_alive())
     until(lambda: b.poll().received == ["t"])

@@ -10,16 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason
-from dynaserve.messages import Ended, Event, Granted, Parked, Resumed, Revoked
-from dynaserve.request_flow import (
+from dynaserve.flow_events import (
     ClientGone,
     Fail,
     Forward,
     InstanceDied,
     Instruction,
     PlaceAgain,
-    RequestFlow,
     SendAbort,
     SendAnnounce,
     SendContinue,
@@ -27,11 +24,12 @@ from dynaserve.request_flow import (
     SendRelease,
     SendRun,
     Side,
-    State,
     Tokens,
     Unavailable,
-    new_flow,
 )
+from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason
+from dynaserve.messages import Ended, Event, Granted, Parked, Resumed, Revoked
+from dynaserve.request_flow import RequestFlow, State, new_flow
 
 ALPHA, BETA = Side.ALPHA, Side.BETA
 PROMPT = 100

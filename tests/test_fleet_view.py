@@ -11,10 +11,11 @@ import pytest
 from dynaserve import fleet_view
 from dynaserve.fleet import Instance
 from dynaserve.fleet_view import MOST_CHUNKS, Snapshot, StepView
+from dynaserve.flow_events import InstanceDied, Side, Tokens
 from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason
 from dynaserve.messages import Granted, MeasuredStep, Parked, Resumed
 from dynaserve.records import RecordBook, RequestRecord, TokenGaps
-from dynaserve.request_flow import InstanceDied, RequestFlow, Side, Tokens, new_flow
+from dynaserve.request_flow import RequestFlow, new_flow
 from tests import looked_at
 from tests.looked_at import NOW_S, A, B
 from tests.test_fleet_links import description

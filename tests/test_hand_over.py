@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from dynaserve.errors import ConfigError
 from dynaserve.kv_transfer.agent import PeerLost, TransferReport
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
+from dynaserve.kv_transfer.results import TransferReport
 from dynaserve.kv_transfer.sender import Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked

@@ -9,8 +9,8 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import PrefillStats
 
+from dynaserve.flow_events import Side
 from dynaserve.records import MicroRecord, RequestRecord
-from dynaserve.request_flow import Side
 from vllm_plugin.outputs import translated
 
 BLOCK_TOKENS = 16

@@ -355,11 +355,11 @@ def test_the_loss_of_a_worker_ends_no_channel_for_what_is_under_way_with_a_third
         until(lambda: alive.agent.open_transfers()["sending"] == 3)
         alive.agent.submit(PeerLost("silent", its))
         until(lambda: alive.agent.open_transfers()["sending"] == 2)
-        assert not alive.agent._losses
+        assert not alive.agent._lanes.losses
         alive.agent.submit(PeerLost("third", its))
         until(lambda: not alive.agent._sender.is_in_flight("its with the third"))
         assert alive.agent._sender.is_in_flight("of another")
-        assert not alive.agent._losses["silent"]
+        assert not alive.agent._lanes.losses["silent"]
 
 
 class OneSided(TorchTransport):

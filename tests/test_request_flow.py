@@ -9,16 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason, Revision, RevisionReason
-from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
-from dynaserve.request_flow import (
+from dynaserve.flow_events import (
     ClientGone,
     Fail,
     Forward,
     InstanceDied,
     Instruction,
     PlaceAgain,
-    RequestFlow,
     SendAbort,
     SendAnnounce,
     SendContinue,
@@ -28,11 +25,12 @@ from dynaserve.request_flow import (
     SendRelease,
     SendRun,
     Side,
-    State,
     StopString,
     Tokens,
-    new_flow,
 )
+from dynaserve.global_scheduler import MicroRequest, Placement, PlacementReason, Revision, RevisionReason
+from dynaserve.messages import Ended, Event, Granted, Lifted, Moved, Parked, Refused, Resumed, Revoked
+from dynaserve.request_flow import RequestFlow, State, new_flow
 
 ALPHA, BETA = Side.ALPHA, Side.BETA
 LIFT = SendMove(ALPHA, "a", None)

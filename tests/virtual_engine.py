@@ -26,7 +26,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dynaserve.kv_transfer.agent import TransferReport
+from dynaserve.kv_transfer.results import TransferReport
 from dynaserve.step_latency import BatchShape, Roofline
 from vllm_plugin.batching import SloScheduler
 from vllm_plugin.connector import WorkerReports

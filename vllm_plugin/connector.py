@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from dynaserve.kv_transfer.agent import PeerLost, TransferReport
+from dynaserve.kv_transfer.agent import PeerLost
+from dynaserve.kv_transfer.results import TransferReport
 from dynaserve.kv_transfer.sender import Ready
 from dynaserve.messages import WorkerDescription
 from vllm_plugin.micro_requests import Command

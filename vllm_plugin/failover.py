@@ -17,10 +17,11 @@ from dynaserve import frontend_metrics
 from dynaserve.errors import ConfigError
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
+from dynaserve.flow_events import Event, InstanceDied, InstanceStopping, Instruction, Side
 from dynaserve.kv_transfer.transports import TWO_SIDED
 from dynaserve.liveness import JOINED, REMOVED, Changed, Health
 from dynaserve.messages import SenderLost
-from dynaserve.request_flow import Event, InstanceDied, InstanceStopping, Instruction, Side, State
+from dynaserve.request_flow import State
 from dynaserve.request_log import of_request
 from dynaserve.request_placer import RequestPlacer
 from vllm_plugin.adapters import AdapterLoader

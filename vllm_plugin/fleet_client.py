@@ -34,14 +34,7 @@ from dynaserve.errors import BadRequest, NoInstance, Overloaded
 from dynaserve.fleet import Instance
 from dynaserve.fleet_links import FleetLinks
 from dynaserve.fleet_secret import FleetSecret
-from dynaserve.global_scheduler import PlacementReason
-from dynaserve.instance_file import InstanceFile
-from dynaserve.length_predictor import LengthQuery
-from dynaserve.liveness import Health
-from dynaserve.messages import Beat, Dropped, FromInstance, Lifted, LoraAdded, Parked, PromptProgress, Step
-from dynaserve.messages import Event as InstanceEvent
-from dynaserve.records import RecordBook, RequestRecord, TokenGaps, answer_id
-from dynaserve.request_flow import (
+from dynaserve.flow_events import (
     ClientGone,
     Event,
     Fail,
@@ -50,12 +43,18 @@ from dynaserve.request_flow import (
     PlaceAgain,
     SendAnnounce,
     Side,
-    State,
     StopString,
     Tokens,
     Unavailable,
-    new_flow,
 )
+from dynaserve.global_scheduler import PlacementReason
+from dynaserve.instance_file import InstanceFile
+from dynaserve.length_predictor import LengthQuery
+from dynaserve.liveness import Health
+from dynaserve.messages import Beat, Dropped, FromInstance, Lifted, LoraAdded, Parked, PromptProgress, Step
+from dynaserve.messages import Event as InstanceEvent
+from dynaserve.records import RecordBook, RequestRecord, TokenGaps, answer_id
+from dynaserve.request_flow import State, new_flow
 from dynaserve.request_log import of_request
 from dynaserve.request_placer import REPORT_EVERY_MS, Decision, RequestFacts, RequestPlacer
 from vllm_plugin import progress

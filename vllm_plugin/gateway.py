@@ -25,6 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynaserve.fleet_secret import FleetSecret, secure_client, secure_server
+from dynaserve.flow_events import ENGINE_GAVE_UP
 from dynaserve.frontend_sessions import FrontendSessions
 from dynaserve.instance_link import keep_alive
 from dynaserve.messages import (
@@ -62,7 +63,6 @@ from dynaserve.messages import (
     ToInstance,
     Welcome,
 )
-from dynaserve.request_flow import ENGINE_GAVE_UP
 from dynaserve.reservations import Reservations
 from dynaserve.step_report import BatchReport
 from vllm_plugin import patches, step_metrics

@@ -11,8 +11,9 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from dynaserve.errors import ConfigError
-from dynaserve.kv_transfer.agent import Agent, PeerLost, Results, TransferReport
+from dynaserve.kv_transfer.agent import Agent, PeerLost
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Expect, Extend
+from dynaserve.kv_transfer.results import Results, TransferReport
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import KvLayers
 from dynaserve.kv_transfer.transports import make_transport

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from dynaserve.kv_transfer.agent import PeerLost, TransferReport
+from dynaserve.kv_transfer.agent import PeerLost
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
+from dynaserve.kv_transfer.results import TransferReport
 from dynaserve.kv_transfer.sender import Ready, Stop
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.messages import Ended, Event, Granted, Holding, Lifted, Moved, Parked, Resumed, Revoked

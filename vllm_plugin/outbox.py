@@ -9,8 +9,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynaserve.fleet_links import FleetLinks
+from dynaserve.flow_events import SendAbort, SendAnnounce, SendContinue, SendCut, SendMove, SendPrepare, SendRelease, SendRun, Side, ToSend
 from dynaserve.messages import Abort, Announce, Continue, Cut, Expect, Move, Prepare, Release, Run, ToInstance
-from dynaserve.request_flow import SendAbort, SendAnnounce, SendContinue, SendCut, SendMove, SendPrepare, SendRelease, SendRun, Side, ToSend
 from vllm_plugin.live import Live
 from vllm_plugin.outputs import resumed
 from vllm_plugin.requests import check_frames

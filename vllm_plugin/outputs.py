@@ -6,8 +6,8 @@ import copy
 
 from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreRequest
 
+from dynaserve.flow_events import Side
 from dynaserve.records import RequestRecord
-from dynaserve.request_flow import Side
 
 
 def translated(

@@ -1,7 +1,7 @@
 """The transfer agent of one worker process: carries out what `sender` and `receiver` decide.
 
-One control thread owns the ZeroMQ sockets and both state machines; for every peer one thread pushes and, on
-two-sided transports, one thread receives.  The engine's thread talks to the agent through `submit` and `take_results` only.
+One control thread owns the ZeroMQ sockets and both state machines; the `lanes` of each peer push and, on two-sided
+transports, receive.  The engine's thread talks to the agent through `submit`, `retract` and `take_results` only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 
-import msgspec
 import zmq
 
 from dynaserve.fleet_secret import FleetSecret
@@ -28,7 +27,9 @@ from dynaserve.kv_transfer import receiver as rx
 from dynaserve.kv_transfer import sender as tx
 from dynaserve.kv_transfer.control_plane import ControlPlane
 from dynaserve.kv_transfer.ended import nobody_listens
-from dynaserve.kv_transfer.transport import Transport, TransportError, WorkerEndpoint
+from dynaserve.kv_transfer.lanes import Lanes
+from dynaserve.kv_transfer.results import ResultBox, Results
+from dynaserve.kv_transfer.transport import Transport, WorkerEndpoint
 from dynaserve.kv_transfer.wire import Done, Grant, Revoke
 
 logger = logging.getLogger("vllm.dynaserve.kv_transfer")
@@ -111,34 +112,6 @@ class _Awake:
 _Event = tx.Event | rx.Event | PeerLost | _Rest | _RestOverdue | _AcksDue | _TellAgain | _ProbeDue | _Probed | _Awake
 
 
-class TransferReport(msgspec.Struct, frozen=True):
-    """News of one transfer.
-
-    kind: "sent" (blocks have left), "received" (blocks have arrived), "failed" (what has not arrived will not come) or
-    "delivered" (the receiver has all that it needs). before_end: sent while the sender was still computing. took_ms: to send.
-    at_s: monotonic clock of the worker's machine, seconds. age_ms: how long ago that was when the report was taken.
-    """
-
-    transfer_id: str
-    kind: str
-    at_s: float
-    age_ms: float = 0.0
-    blocks: int = 0
-    bytes: int = 0
-    before_end: bool = False
-    took_ms: float = 0.0
-
-
-@dataclass
-class Results:
-    """What happened since the last `take_results`. lost_blocks: ids of local blocks that were granted and never arrived."""
-
-    sending_stopped: list[str] = field(default_factory=list)
-    received: list[str] = field(default_factory=list)
-    lost_blocks: list[int] = field(default_factory=list)
-    reports: list[TransferReport] = field(default_factory=list)
-
-
 class Agent:
     """Moves blocks for one worker. `transports` by name; the agent closes them.
 
@@ -164,7 +137,7 @@ class Agent:
         self.endpoint = WorkerEndpoint(worker_id, self._control.address, addresses)
         self._unknown_senders = 0
         self._transports = transports
-        self._block_bytes = block_bytes
+        self._results = ResultBox(block_bytes)
         self._on_results = on_results
         self._on_landed = on_landed
         one_sided = frozenset(name for name, transport in transports.items() if transport.one_sided)
@@ -173,11 +146,9 @@ class Agent:
         self._peers: dict[str, WorkerEndpoint] = {}
         self._asked_about: dict[str, float] = {}
         """Lost peers whose machine is being asked, and since when, by the monotonic clock."""
-        self._losses: Counter[str] = Counter()
-        """How often each peer was lost: what had been queued for it before is given up."""
         self._acks_due = False
         self._tells_again = False
-        self._lanes: dict[tuple[str, str], ThreadPoolExecutor] = {}
+        self._lanes = Lanes(transports, self._post)
         self._pushes: dict[str, tx.Push] = {}
         """Of each transfer the one that is under way, or queued; whatever has become of the grant since."""
         self._one_sided_pushes: dict[str, Future[None]] = {}
@@ -191,8 +162,6 @@ class Agent:
         self._timers: list[tuple[float, int, _Event]] = []
         """(due by the monotonic clock, running number, what to handle then), a heap."""
         self._timer_numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._results = Results()
         self._failure: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="dynaserve-transfer", daemon=True)
@@ -216,11 +185,7 @@ class Agent:
             self._post(_RestOverdue(rest.transfer_ids))
 
     def take_results(self) -> Results:
-        with self._lock:
-            results, self._results = self._results, Results()
-        now_s = time.monotonic()
-        results.reports = [msgspec.structs.replace(report, age_ms=1e3 * (now_s - report.at_s)) for report in results.reports]
-        return results
+        return self._results.take()
 
     @property
     def dropped_messages(self) -> int:
@@ -241,8 +206,7 @@ class Agent:
         self._thread.join()
         for transport in self._transports.values():
             transport.close()  # ends what the lanes wait for
-        for lane in self._lanes.values():
-            lane.shutdown(cancel_futures=True)
+        self._lanes.close()
         self._context.destroy(linger=0)
         with self._pipe_lock:  # a lane of a peer that is gone may still be ending
             self._pipe_open = False
@@ -325,12 +289,12 @@ class Agent:
                 self._control.send_acks()
             case _TellAgain():
                 self._tells_again = False
-                if self._has_news():
+                if self._results.wakes():
                     self._tell()
             case PeerLost(worker_id=worker_id, transfer_ids=transfer_ids):
                 self._lose(worker_id, transfer_ids)
             case _ProbeDue(peer=peer):
-                self._on_lane("probe", peer, lambda: self._post(_Probed(peer, nobody_listens(peer.control))))
+                self._lanes.run("probe", peer, lambda: self._post(_Probed(peer, nobody_listens(peer.control))))
             case _Probed(peer=peer, gone=gone):
                 self._on_probed(peer, gone)
             case tx.Retract(transfer_id=transfer_id):
@@ -368,7 +332,7 @@ class Agent:
         receivers = {push.receiver.worker_id: push.receiver for push in pushes if push is not None and push.number is not None}
         for peer in receivers.values():
             logger.warning("the engine's step has waited for a push to worker %s, which is given up with its channel", peer.worker_id)
-            self._end_channels(peer)
+            self._lanes.end_two_sided(peer)
 
     def _lose(self, worker_id: str, transfer_ids: frozenset[str]) -> None:
         receiving, sending = self._receiver.transfers_from(worker_id), self._sender.transfers_to(worker_id)
@@ -380,21 +344,13 @@ class Agent:
         peer = next((peer for peer in known if peer is not None), None)
         holding = {*pushes, *(name for name in receiving if self._receiver.transfers[name].receiving)}
         if peer is not None and (transfer_ids.issuperset([*receiving, *sending, *pushes]) or not transfer_ids.isdisjoint(holding)):
-            self._end_channels(peer)
+            self._lanes.end_two_sided(peer)
         for name in transfer_ids.intersection(receiving):
             self._handle(rx.SenderLost(name))
         for name in transfer_ids.intersection(sending):
             self._handle(tx.ReceiverLost(name))
         if peer is not None:
             self._ask_about(peer)
-
-    def _end_channels(self, peer: WorkerEndpoint) -> None:
-        """What waits for the two-sided channels with this peer fails now, and what is queued for them, whosever transfer it is.
-
-        Not in this thread: the end of a channel is told in a store of the peer's.
-        """
-        self._losses[peer.worker_id] += 1
-        self._on_lane("drop", peer, lambda: self._drop_two_sided(peer))
 
     def _ask_about(self, peer: WorkerEndpoint) -> None:
         """Asks its machine whether the process of this peer has ended, or the connection to it only."""
@@ -417,69 +373,54 @@ class Agent:
     def _forget(self, peer: WorkerEndpoint) -> None:
         """The process of this worker has ended, and its next one will have another id."""
         worker_id = peer.worker_id
-        self._losses[worker_id] += 1
         self._sender.forget_receiver(worker_id)
-        self._on_lane("drop", peer, lambda: self._forget_channels(peer))
+        self._lanes.forget_channels(peer)
         for name in self._sender.transfers_to(worker_id):
             self._handle(tx.ReceiverLost(name))
         for name in self._receiver.transfers_from(worker_id):
             self._handle(rx.SenderGone(name))
         self._peers.pop(worker_id, None)
-        for key in [key for key in self._lanes if key[1] == worker_id]:
-            self._lanes.pop(key).shutdown(wait=False)
+        self._lanes.end(worker_id)
         self._control.forget(worker_id)
-
-    def _drop_two_sided(self, peer: WorkerEndpoint) -> None:
-        for transport in self._transports.values():
-            if not transport.one_sided:
-                transport.drop(peer)
-
-    def _forget_channels(self, peer: WorkerEndpoint) -> None:
-        for transport in self._transports.values():
-            transport.forget(peer)
 
     def _send_side(self, instruction: tx.Instruction) -> None:
         match instruction:
             case tx.Tell(peer=peer, message=message):
                 self._control.send(peer, message)
-            case tx.Push(receiver=peer):
-                losses = self._losses[peer.worker_id]
+            case tx.Push():
                 self._pushes[instruction.transfer_id] = instruction
-                queued = self._on_lane("push", peer, lambda: self._push(instruction, losses))
+                queued = self._lanes.push(instruction)
                 if instruction.number is None:  # of the others the receiver has been told, and waits for them
                     self._one_sided_pushes[instruction.transfer_id] = queued
             case tx.Sent(transfer_id=transfer_id, num_blocks=blocks, before_end=before_end, took_ms=took_ms):
-                self._report(transfer_id, "sent", blocks, before_end, took_ms)  # for the record: nobody is woken
+                # for the record: nobody is woken
+                self._results.add_report(transfer_id, "sent", blocks, before_end=before_end, took_ms=took_ms)
             case tx.Delivered(transfer_id=transfer_id):
-                self._report(transfer_id, "delivered")
+                self._results.add_report(transfer_id, "delivered")
             case tx.SendingStopped(transfer_id=transfer_id):
-                with self._lock:
-                    self._results.sending_stopped.append(transfer_id)
+                self._results.add_sending_stopped(transfer_id)
                 self._tell()
 
     def _receive_side(self, instruction: rx.Instruction) -> None:
         match instruction:
             case tx.Tell(peer=peer, message=message):
                 self._control.send(peer, message)
-            case rx.Receive(sender=peer):
-                losses = self._losses[peer.worker_id]
-                self._on_lane("receive", peer, lambda: self._receive(instruction, losses))
+            case rx.Receive():
+                self._lanes.receive(instruction)
             case rx.Discard():
                 self._discard(instruction)
             case rx.Arrived(transfer_id=transfer_id, num_blocks=blocks, num_unbroken=unbroken):
-                self._report(transfer_id, "received", blocks)
+                self._results.add_report(transfer_id, "received", blocks)
                 if unbroken:
                     self._on_landed(transfer_id, unbroken)
             case rx.Failed(transfer_id=transfer_id):
-                self._report(transfer_id, "failed")
+                self._results.add_report(transfer_id, "failed")
                 self._tell()
             case rx.Quarantine(transfer_id=transfer_id, transport=name):
                 looks = math.ceil(self._transports[name].late_write_s / AWAKE_LOOK_S)
                 self._handle_after(0.0, _Awake(rx.Quiet(transfer_id), looks))
             case rx.Received(transfer_id=transfer_id, lost_blocks=lost):
-                with self._lock:
-                    self._results.received.append(transfer_id)
-                    self._results.lost_blocks.extend(lost)
+                self._results.add_received(transfer_id, lost)
                 self._tell()
 
     def _tell(self) -> None:
@@ -489,97 +430,9 @@ class Agent:
             self._tells_again = True
             self._handle_after(TELL_AGAIN_S, _TellAgain())
 
-    def _has_news(self) -> bool:
-        with self._lock:
-            results = self._results
-            return bool(results.sending_stopped or results.received or any(report.kind == "failed" for report in results.reports))
-
-    def _report(self, transfer_id: str, kind: str, blocks: int = 0, before_end: bool = False, took_ms: float = 0.0) -> None:
-        report = TransferReport(transfer_id, kind, time.monotonic(), 0.0, blocks, blocks * self._block_bytes, before_end, took_ms)
-        with self._lock:
-            self._results.reports.append(report)
-
-    def _on_lane(self, direction: str, peer: WorkerEndpoint, task: Callable[[], None]) -> Future[None]:
-        """Runs tasks of one direction and peer in order, beside all others."""
-        key = (direction, peer.worker_id)
-        if key not in self._lanes:
-            self._lanes[key] = ThreadPoolExecutor(1, thread_name_prefix=f"dynaserve-{direction}")
-        return self._lanes[key].submit(task)
-
-    def _push(self, push: tx.Push, losses: int) -> None:
-        """losses: of the receiver, when this was queued."""
-        try:
-            transport = self._transport(push.transport)
-            try:
-                self._await_fence(push, losses)
-            except Exception:
-                if push.number is not None:
-                    transport.give_up_push(push.receiver, push.number)
-                raise
-            began_s = time.monotonic()
-            transport.push(push.receiver, push.local_blocks, push.remote_blocks, push.number)
-        except Exception as error:
-            logger.warning("push of transfer %s failed: %s", push.transfer_id, error, exc_info=not isinstance(error, TransportError))
-            try:
-                if push.transport in self._transports:
-                    self._transports[push.transport].drop(push.receiver)
-            finally:
-                self._post(tx.PushFailed(push.transfer_id, str(error)))
-        else:
-            self._post(tx.PushDone(push.transfer_id, 1e3 * (time.monotonic() - began_s)))
-
-    def _await_fence(self, push: tx.Push, losses: int) -> None:
-        """Raises TransportError once the receiver is lost, and what the fence raises."""
-        self._check_not_lost(push.receiver, losses)
-        if push.fence is not None:
-            push.fence()
-            self._check_not_lost(push.receiver, losses)
-
-    def _check_not_lost(self, peer: WorkerEndpoint, losses: int) -> None:
-        if self._losses[peer.worker_id] != losses:
-            raise TransportError(f"worker {peer.worker_id} was lost before its turn came")
-
-    def _receive(self, receive: rx.Receive, losses: int) -> None:
-        """losses: of the sender, when this was queued."""
-        try:
-            transport = self._transport(receive.transport)
-            try:
-                self._check_not_lost(receive.sender, losses)
-            except TransportError:
-                transport.give_up_receive(receive.sender, receive.number)
-                raise
-            transport.receive(receive.sender, receive.local_blocks, receive.number)
-        except Exception as error:
-            logger.warning("receive of transfer %s failed: %s", receive.transfer_id, error, exc_info=not isinstance(error, TransportError))
-            try:
-                if receive.transport in self._transports:
-                    self._transports[receive.transport].drop(receive.sender)
-            finally:
-                self._post(rx.ReceiveFailed(receive.transfer_id, str(error)))
-        else:
-            self._post(rx.Landed(receive.transfer_id, receive.indexes))
-
     def _discard(self, refused: rx.Discard) -> None:
-        peer, transport = self._peers.get(refused.sender_id), self._transports.get(refused.transport)
-        if peer is None or transport is None:
+        peer = self._peers.get(refused.sender_id)
+        if peer is None or refused.transport not in self._transports:
             self._unknown_senders += 1
             return
-        losses = self._losses[peer.worker_id]
-
-        def discard() -> None:
-            try:
-                if self._losses[peer.worker_id] != losses:
-                    transport.give_up_receive(peer, refused.number)
-                else:
-                    transport.discard(peer, refused.num_blocks, refused.number)
-            except TransportError as error:
-                logger.warning("refused blocks of %s: %s", refused.sender_id, error)
-                transport.drop(peer)
-
-        self._on_lane("receive", peer, discard)
-
-    def _transport(self, name: str) -> Transport:
-        try:
-            return self._transports[name]
-        except KeyError:
-            raise TransportError(f"transport {name!r} is not one of this worker's: {', '.join(self._transports)}") from None
+        self._lanes.discard(peer, refused)
