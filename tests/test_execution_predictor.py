@@ -380,6 +380,17 @@ def test_behind_a_deep_queue_predictions_follow_the_news() -> None:
         assert deep.told.prefill_free_ms(now_ms) - now_ms == pytest.approx(deep.anew(now_ms).prefill_free_ms(now_ms) - now_ms, rel=0.02)
 
 
+def test_a_beta_that_overtakes_a_deep_queue_begins_before_it() -> None:
+    deep = DeepQueue()
+    beta = VirtualRequest(key=WAITING, context_tokens=1000, prefill_tokens=500, decode_tokens=50, ready_ms=10.0, is_beta=True)
+    queue_ms = deep.told.prefill_free_ms(0.0)
+    deep.told.add(beta, 0.0)
+    forecast = deep.told.predict_rest(WAITING, 0.0)
+    assert forecast is not None
+    assert forecast.start_ms == pytest.approx(dict(deep.told.play_out(0.0))[WAITING].start_ms, rel=0.02)
+    assert forecast.start_ms < 0.1 * queue_ms
+
+
 def test_behind_a_deep_queue_a_great_change_counts_at_once() -> None:
     deep = DeepQueue()
     for key in range(100, 140):

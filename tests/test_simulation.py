@@ -225,6 +225,13 @@ def test_kv_that_waits_for_a_seat_is_held_where_it_comes_from() -> None:
     assert [outcome.first_token_ms for outcome in outcomes] == pytest.approx([10.0, 22.0, 122.0])
 
 
+def test_who_comes_while_kv_waits_for_a_seat_does_not_free_it() -> None:
+    requests = [(0.0, 100, 11), (1.0, 100, 11), (2.0, 100, 11), (50.0, 100, 11)]
+    placement = Options(Policy.disaggregated, prefill_instances=1)
+    outcomes = run(requests, engine(kv=150, running=1), placement, instances=2).outcomes
+    assert [outcome.first_token_ms for outcome in outcomes[:3]] == pytest.approx([10.0, 22.0, 122.0])
+
+
 def test_two_instances_full_of_what_they_keep_for_each_other_go_on() -> None:
     # Each has computed a prompt for the other, and has no room for the other's beside it.
     requests = [(0.0, 100, 30), (0.1, 100, 30)]

@@ -421,6 +421,17 @@ def test_a_table_over_an_impossible_roofline_is_refused(field: str, value: float
 work = st.lists(st.builds(PrefillWork, st.integers(1, 400), st.integers(0, 3000)), max_size=5)
 
 
+def speculating(number: int, context: int, drafts: int) -> BatchShape:
+    """Decodes that speculate so many tokens each."""
+    alone, pairs = decodes(number, context), number * prefill_pairs(drafts, context)
+    return BatchShape(
+        prefill_tokens=number * drafts,
+        prefill_pairs=pairs,
+        decodes=alone.decodes,
+        decode_context_tokens=alone.decode_context_tokens,
+    )
+
+
 def learnt_table(seed: int) -> ProfileTable:
     rng = random.Random(seed)
     table = ProfileTable(A100_14B)
@@ -430,11 +441,20 @@ def learnt_table(seed: int) -> ProfileTable:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 20), st.integers(0, 60), st.integers(0, 2000), work, st.floats(5, 200), st.integers(0, 1000), st.integers(0, 200))
+@given(
+    st.integers(0, 20),
+    st.integers(0, 60),
+    st.integers(0, 2000),
+    st.sampled_from([0, 0, 1, 3]),
+    work,
+    st.floats(5, 200),
+    st.integers(0, 1000),
+    st.integers(0, 200),
+)
 def test_the_budget_is_what_an_exhaustive_search_finds(
-    seed: int, number: int, context: int, waiting: list[PrefillWork], limit_ms: float, max_tokens: int, least: int
+    seed: int, number: int, context: int, drafts: int, waiting: list[PrefillWork], limit_ms: float, max_tokens: int, least: int
 ) -> None:
-    table, running = learnt_table(seed), decodes(number, context)
+    table, running = learnt_table(seed), speculating(number, context, drafts)
     limits = BatchLimits(step_ms=limit_ms, max_tokens=max_tokens, min_prefill_tokens=least)
     budget = choose_budget(table, running, waiting, limits)
 
@@ -442,7 +462,7 @@ def test_the_budget_is_what_an_exhaustive_search_finds(
         return table.step_ms(shape_with(running, waiting, tokens))
 
     waits = sum(w.tokens for w in waiting)
-    most = max(0, min(waits, max_tokens - number))
+    most = max(0, min(waits, max_tokens - number * (1 + drafts)))
     share = min(least, most)
     within = [tokens for tokens in range(most + 1) if step_ms(tokens) <= limit_ms]
     largest = max(within, default=0)
@@ -457,8 +477,8 @@ def test_the_budget_is_what_an_exhaustive_search_finds(
         pairs = shape_with(running, waiting, waits).prefill_pairs - shape_with(running, waiting, first).prefill_pairs
         rest_ms = table.step_ms(
             BatchShape(
-                prefill_tokens=waits - first,
-                prefill_pairs=pairs,
+                prefill_tokens=running.prefill_tokens + waits - first,
+                prefill_pairs=running.prefill_pairs + pairs,
                 decodes=running.decodes,
                 decode_context_tokens=running.decode_context_tokens,
             )

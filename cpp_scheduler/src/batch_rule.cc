@@ -89,7 +89,9 @@ class Search {
   bool PaysToFinish(std::int64_t first, std::int64_t most) const {
     const BatchShape all = ShapeWith(decodes_, waiting_, most);
     const BatchShape part = ShapeWith(decodes_, waiting_, first);
-    const double rest_ms = row_.StepMs(most - first, all.prefill_pairs - part.prefill_pairs);
+    const double rest_ms =
+        row_.StepMs(decodes_.prefill_tokens + most - first,
+                    decodes_.prefill_pairs + all.prefill_pairs - part.prefill_pairs);
     const double in_two_ms = StepMs(first) + rest_ms - StepMs(0);
     return StepMs(most) <= in_two_ms + kWorthFinishing * rest_ms;
   }

@@ -267,9 +267,15 @@ std::optional<VirtualRequest> ExecutionPredictor::Find(std::uint64_t key, double
 }
 
 std::optional<Forecast> ExecutionPredictor::PredictRest(std::uint64_t key, double now_ms) {
-  if (!Find(key, now_ms)) return std::nullopt;
-  // What waits there still has not begun before: the steps of the queue are walked already.
-  const bool waits = !tail_stale_ && Waits(Tail(now_ms), key);
+  const std::optional<VirtualRequest> request = Find(key, now_ms);
+  if (!request) return std::nullopt;
+  // What waits there still has not begun before: the steps of the queue are walked already. But a
+  // beta may overtake them, and an instance begin what it was not expected to.
+  bool waits = false;
+  if (!tail_stale_ && Waits(base_, key)) {
+    const State& tail = Tail(now_ms);
+    waits = Waits(tail, key) && !(request->is_beta && request->ready_ms < tail.now_ms);
+  }
   scratch_ = waits ? tail_ : base_;
   return Run(scratch_, key, Horizon::kEnd, nullptr);
 }

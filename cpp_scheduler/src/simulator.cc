@@ -170,7 +170,11 @@ class Simulation {
     for (const std::uint32_t number : instance.TakeBegun()) LetGo(number);
     if (!instance.stepping()) {
       // Two full of what they keep for each other would stand still; real ones lift such hand-offs.
-      if (!instance.idle() && !kept_by_[at].empty()) LetGo(kept_by_[at].front());
+      // What a beta waits for that goes on without, is kept until it begins.
+      const auto stuck = std::ranges::find_if(kept_by_[at], [&](std::uint32_t number) {
+        return !instances_[betas_[number]].stepping();
+      });
+      if (!instance.idle() && stuck != kept_by_[at].end()) LetGo(*stuck);
       return;
     }
     // Of an instance that learns the prediction is not what its steps take.

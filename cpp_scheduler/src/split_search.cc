@@ -89,8 +89,9 @@ std::array<std::int64_t, 5> SplitSearch::CutsWorthTrying(const Sketch& alpha, co
   const double seamless =
       (beta.beta_begins_ms - alpha.begins_ms - options.hand_off_ms) / alpha.TokenMs();
   // Where beta takes one cheap step, or one full one.
+  // Where steps take no time there is no such token.
   const auto at = [](double tokens) {
-    return static_cast<std::int64_t>(std::clamp(tokens, 0.0, 1e15));
+    return tokens > 0.0 ? static_cast<std::int64_t>(std::min(tokens, 1e15)) : std::int64_t{0};
   };
   return {request.prompt_tokens - 1, at(levelled), at(seamless),
           request.prompt_tokens - at(beta.full_step_tokens),

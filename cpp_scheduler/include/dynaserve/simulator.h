@@ -7,7 +7,8 @@
 // Each instance has one link out and one in.  A transfer of KV holds alpha's link out and beta's
 // link in, first come, first served, for as long as its tokens take; blocks that one step has
 // filled leave together at its end, the last one when alpha ends.  beta is ready `hand_off_ms`
-// after the later of alpha's end and the last arrival; until then alpha's KV stays where it is.
+// after the later of alpha's end and the last arrival; alpha's KV stays where it is until beta
+// begins, or both their instances stand still.
 //
 // The schedulers learn what a front-end learns: where alphas stand, and every `report_every_ms` how
 // far the requests are that emit tokens, and with Batching::kSlo also measured steps and how far
