@@ -35,9 +35,9 @@ class FleetProfile:
         """Observed so far."""
         return self._profile.steps
 
-    def observe(self, shape: BatchShape, measured_ms: float, now_ms: float) -> ProfileTable | None:
-        """The table, when experience has doubled since it was told; else None. Raises ValueError as `LiveProfile.observe`."""
-        self._profile.observe(shape, measured_ms)
+    def observe(self, shape: BatchShape, measured_ms: float, now_ms: float, draft_tokens: int = 0) -> ProfileTable | None:
+        """The table, when experience has doubled since it was told; else None. draft_tokens: as `LiveProfile.observe`, and raises as it."""
+        self._profile.observe(shape, measured_ms, draft_tokens)
         if self.steps < self._next_told or not self._profile.has_both_kinds:
             return None
         if now_ms - self._told_ms < LEAST_UNTOLD_MS:

@@ -43,13 +43,14 @@ class LiveProfile:
         """A table that is given is fitted no more: one that was made of a few steps would hold for good."""
         return self.table is not None and (self._was_given or (self.steps >= KNOWN_STEPS and self.has_both_kinds))
 
-    def observe(self, shape: BatchShape, measured_ms: float) -> None:
-        """Raises ValueError for a step without tokens or a time that is not positive."""
+    def observe(self, shape: BatchShape, measured_ms: float, draft_tokens: int = 0) -> None:
+        """draft_tokens: of the prefill, what decodes speculated: where all do, each step has some. Raises ValueError for a step without
+        tokens or a time that is not positive."""
         if shape.prefill_tokens + shape.decodes < 1 or not 0 < measured_ms < math.inf:
             tokens = shape.prefill_tokens + shape.decodes
             raise ValueError(f"a step of {tokens} tokens took {measured_ms} ms; both must be positive")
         self.steps += 1
-        self._with_prefill += shape.prefill_tokens > 0
+        self._with_prefill += shape.prefill_tokens > draft_tokens
         if self.steps <= WARM_UP_STEPS:
             return
         self.most_tokens = max(self.most_tokens, shape.prefill_tokens + shape.decodes)

@@ -243,17 +243,23 @@ Event = Granted | Refused | Revoked | Lifted | Parked | Resumed | Moved | Ended
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine step computed (`BatchShape` of `cost_model.h`) and how long it took."""
+    """What an engine step computed (`BatchShape` of `cost_model.h`) and how long it took.
+
+    draft_tokens: of `prefill_tokens`, those that decodes speculated.
+    """
 
     prefill_tokens: StepTokens
     prefill_pairs: Annotated[float, Meta(ge=0.0, le=1e18)]
     decodes: StepTokens
     decode_context_tokens: Count
     measured_ms: Annotated[float, Meta(gt=0.0, le=1e12)]
+    draft_tokens: StepTokens = 0
 
     def __post_init__(self) -> None:
         if self.prefill_tokens + self.decodes < 1:
             raise ValueError("a step has tokens")
+        if self.draft_tokens > self.prefill_tokens:
+            raise ValueError(f"a step has {self.prefill_tokens} tokens of prefill and speculation, not {self.draft_tokens} of speculation")
 
 
 class PromptProgress(msgspec.Struct, frozen=True, array_like=True):

@@ -286,7 +286,9 @@ class RequestPlacer:
                 decode_context_tokens=step.decode_context_tokens,
             )
             self.scheduler.observe_step(instance_id, shape, step.measured_ms, now_ms)
-            if self.profile is not None and (table := self.profile.observe(shape, step.measured_ms, now_ms)) is not None:
+            if self.profile is None:
+                continue
+            if (table := self.profile.observe(shape, step.measured_ms, now_ms, step.draft_tokens)) is not None:
                 logger.info("placing requests by the latencies of %d measured steps", self.profile.steps)
                 self._learn(table, now_ms)
 

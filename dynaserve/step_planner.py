@@ -83,8 +83,8 @@ class StepPlanner:
     speculated_tokens: int = 0
     _spared: int = 0
 
-    def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:
-        """Learns from a step. predicted_ms: before it ran. Raises ValueError as `LiveProfile.observe` does."""
+    def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float, draft_tokens: int = 0) -> None:
+        """Learns from a step. predicted_ms: before it ran. draft_tokens: as `LiveProfile.observe`, and raises as it."""
         table = self.profile.table
         if table is not None and predicted_ms is not None and shape.decodes:
             self.margin.count(shape.decodes, at_limit=plan.reason in _AT_LIMIT and plan.prefill_tokens > 0)
@@ -92,7 +92,7 @@ class StepPlanner:
             # A fit to a few steps that are alike may predict nothing for another kind, as for a prompt of a single token.
             if plan.prefill_tokens and predicted_ms > 0:
                 self.margin.observe(predicted_ms, measured_ms, table.sigma)
-        self.profile.observe(shape, measured_ms)
+        self.profile.observe(shape, measured_ms, draft_tokens)
 
     def plan(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork], now_s: float) -> StepPlan:
         """waiting: in the order in which they are computed."""

@@ -73,6 +73,7 @@ _COLUMNS = (
     "decodes",
     "decode_context_tokens",
     "measured_ms",
+    "draft_tokens",
     "predicted_ms",
     "limit_ms",
     "budget_tokens",
@@ -140,6 +141,7 @@ def _parse(row: dict[str, Any]) -> StepReport:
         int(row["decodes"]),
         int(row["decode_context_tokens"]),
         float(row["measured_ms"]),
+        int(row["draft_tokens"]),
     )
     return StepReport(
         at_s=float(row["at_s"]),

@@ -432,6 +432,20 @@ def test_tokens_that_decodes_speculate_are_counted(make: Callable[..., Engine]) 
     engine.run()
 
 
+def test_a_step_with_an_encoder_teaches_nothing(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.learn()
+    profile = engine.scheduler.accounts.planner.profile
+    engine.add("picture", 50, 2)
+    for encodes, learnt in ((True, 0), (False, 1)):
+        before = profile.steps
+        output = engine.scheduler.schedule()
+        output.scheduled_encoder_inputs = {"picture": [0]} if encodes else {}
+        engine._start(output, dict(output.num_scheduled_tokens))
+        engine._end(engine._under_way.popleft())
+        assert profile.steps == before + learnt
+
+
 def test_steps_of_decodes_that_speculate_are_learnt_as_such(make: Callable[..., Engine]) -> None:
     engine = make(draft_tokens=3)
     engine.learn()
@@ -443,6 +457,7 @@ def test_steps_of_decodes_that_speculate_are_learnt_as_such(make: Callable[..., 
     engine.run()
     steps = reported(engine).steps
     assert any(step.measured.decodes == 5 and step.measured.prefill_tokens == 15 for step in steps)
+    assert any(step.measured.draft_tokens == 15 < step.measured.prefill_tokens for step in steps), "beside a chunk"
     beside = [step for step in steps if step.limit_ms is not None and step.measured.prefill_tokens > 100]
     assert beside
     assert all(step.predicted_ms == pytest.approx(step.measured.measured_ms, rel=0.2) for step in beside)

@@ -46,6 +46,15 @@ def test_nothing_is_told_from_one_kind_of_step(shape: BatchShape) -> None:
     assert [table is None for table in told] == [True] * (LEAST_OF_A_KIND - 1) + [False]
 
 
+def test_decodes_that_speculate_are_steps_without_prefill() -> None:
+    """Eight decodes with three tokens each of speculation, every second step beside a chunk of 500."""
+    profile, told = FleetProfile(), []
+    for number in range(2 * KNOWN_STEPS):
+        shape = BatchShape(prefill_tokens=24 + 500 * (number % 2), prefill_pairs=24_000.0, decodes=8, decode_context_tokens=8000)
+        told.append(profile.observe(shape, MACHINE.step_ms(shape), 10_000.0 * number, draft_tokens=24))
+    assert any(table is not None for table in told)
+
+
 def test_the_table_is_told_when_experience_has_doubled_and_later_every_few_thousand_steps() -> None:
     profile, told = FleetProfile(), []
     for number in range(20_000):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
@@ -147,10 +147,10 @@ class StepAccounts:
                 self._account(ended.step, min(device_ms, ended.host_ms), ended.at_s)
 
     def _account(self, step: _UnderWay, took_ms: float, now_s: float) -> None:
-        if took_ms <= 0:
+        if took_ms <= 0 or step.output.scheduled_encoder_inputs:  # what encoders of images and sound take is on no table
             return
-        self.planner.observe(step.shape, step.plan, step.predicted_ms, took_ms)
         report = _report_of(step, took_ms, now_s)
+        self.planner.observe(step.shape, step.plan, step.predicted_ms, took_ms, report.measured.draft_tokens)
         self._reporter.add(report)
         if self.log is not None:
             self.log.add(report)
@@ -196,12 +196,23 @@ def shape_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> BatchS
     return BatchShape(prefill_tokens=prefill_tokens, prefill_pairs=pairs, decodes=decodes, decode_context_tokens=decode_context)
 
 
+def draft_tokens(output: SchedulerOutput) -> int:
+    """Of `shape_of`'s prefill, what decodes speculated."""
+    return sum(output.num_scheduled_tokens[request_id] - 1 for request_id in output.scheduled_spec_decode_tokens)
+
+
 def _report_of(step: _UnderWay, took_ms: float, now_s: float) -> StepReport:
     shape, plan = step.shape, step.plan
-    fields: dict[str, Any] = {name: getattr(shape, name) for name in MeasuredStep.__struct_fields__[:-1]}
     return StepReport(
         at_s=now_s,
-        measured=MeasuredStep(**fields, measured_ms=took_ms),
+        measured=MeasuredStep(
+            prefill_tokens=shape.prefill_tokens,
+            prefill_pairs=shape.prefill_pairs,
+            decodes=shape.decodes,
+            decode_context_tokens=shape.decode_context_tokens,
+            measured_ms=took_ms,
+            draft_tokens=draft_tokens(step.output),
+        ),
         predicted_ms=step.predicted_ms,
         limit_ms=None if math.isinf(plan.limit_ms) else plan.limit_ms,
         budget_tokens=plan.prefill_tokens,

@@ -41,7 +41,7 @@ class SweepPlanner(StepPlanner):
     def fits(self, decodes: int, context_tokens: int, slo_ms: float) -> bool:
         return True
 
-    def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float) -> None:
+    def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float, draft_tokens: int = 0) -> None:
         self.measured.append((shape, measured_ms))
 
 
