@@ -25,7 +25,11 @@ _RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0)
 REQUESTS = Counter("dynaserve_requests", "Sequences by whether and where they were cut, and why or why not.", ["cut", "kind", "reason"])
 ENDED = Counter("dynaserve_requests_ended", "Sequences that are over, by how they ended.", ["outcome"])
 REFUSED = Counter("dynaserve_requests_refused", "Requests that were answered 429, by what they would have waited in or for.", ["by"])
-UNAVAILABLE = Counter("dynaserve_requests_unavailable", "Requests that no instance took (503), or that took too long (504).", ["status"])
+UNAVAILABLE = Counter(
+    "dynaserve_requests_unavailable",
+    "Requests that no instance took (503), that took too long (504), or that had lost three instances (500).",
+    ["status"],
+)
 PLACED_AGAIN = Counter("dynaserve_requests_placed_again", "Requests that went on elsewhere because an instance was lost.")
 DEATHS = Counter("dynaserve_instance_deaths", "How often an instance was declared dead.", [URL])
 REVISED = Counter("dynaserve_revised_hand_offs", "Hand-offs that the scheduler changed on the way, by what was better.", ["reason"])

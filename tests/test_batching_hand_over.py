@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.v1.request import RequestStatus
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from dynaserve.kv_transfer.transport import WorkerEndpoint
 from dynaserve.step_latency import BatchShape
@@ -21,6 +22,7 @@ from vllm_plugin.batching import REPORT_KEY
 from vllm_plugin.heart import REST_S
 from vllm_plugin.micro_requests import EXTRA_ARG, Plan
 from vllm_plugin.options import PluginOptions
+from vllm_plugin.requests import TTFT_ARG
 
 PROMPT, HAND_OFF = 100, 110
 SENT = [9] * (HAND_OFF - PROMPT + 1)
@@ -303,6 +305,64 @@ def test_a_prompt_that_comes_with_kv_waits_for_room_for_its_decode_and_holds_not
     for request in list(engine.scheduler.running)[:10]:
         engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     assert "beta" in engine.step(), "before those that wait without KV"
+
+
+def test_a_prompt_whose_first_token_is_due_begins_though_one_with_kv_waits_for_room(tmp_path: Path) -> None:
+    engine = full_instance(tmp_path)
+    announce(engine, "beta", PROMPT - 20)
+    assert engine.scheduler.continue_request("beta", PROMPT - 20, [], 0.0)
+    engine.arrived.add("beta")
+    engine.step()
+    engine.add("prompt", 64, 1, dynaserve_ttft_ms=400)
+    until_s = engine.now_s + 3.0  # by sixteen tokens in each tenth step
+    while engine.now_s < until_s and "prompt" not in engine.token_times_s:
+        engine.step()
+    assert "prompt" in engine.token_times_s
+    assert "beta" not in engine.token_times_s, "its turn has not come"
+
+
+def test_of_those_that_come_with_kv_the_first_that_is_due_begins(tmp_path: Path) -> None:
+    engine = full_instance(tmp_path)
+    for name, ttft_ms in (("late", 8000), ("soon", 400)):
+        plan = Plan("beta", PROMPT - 20, f"t-{name}", "torch", [WorkerEndpoint("worker", "tcp://127.0.0.1:1", {"torch": ""})])
+        extra: dict[str, Any] = {EXTRA_ARG: msgspec.to_builtins(plan), TTFT_ARG: ttft_ms}
+        engine.add(name, PROMPT, 40, **extra)
+        assert engine.scheduler.continue_request(name, PROMPT - 20, [], 0.0)
+        engine.arrived.add(name)
+    until_s = engine.now_s + 1.0
+    while engine.now_s < until_s and "soon" not in engine.token_times_s:
+        engine.step()
+    assert "soon" in engine.token_times_s
+    assert "late" not in engine.token_times_s
+
+
+def test_one_that_is_due_and_cannot_run_opens_no_door_for_those_behind_it(tmp_path: Path) -> None:
+    engine = instance(tmp_path, tbt_slo_ms=20.0, enable_lora=True, max_loras=1)
+    for number in range(40):
+        engine.add(f"decode-{number}", 30, 300, adapter=1)
+    for _ in range(60):
+        engine.step()
+    assert engine.scheduler.waiting
+    running = len(engine.scheduler.running)
+    engine.add("other", 50, 40, adapter=2, dynaserve_ttft_ms=1)
+    for _ in range(100):
+        engine.step()
+    assert len(engine.scheduler.running) <= running
+    assert "other" not in engine.token_times_s, "its adapter has no room"
+
+
+def test_a_session_that_waits_for_its_next_input_is_no_decode(tmp_path: Path) -> None:
+    engine = instance(tmp_path)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    params.update_from_generation_config({}, 2)
+    session = Request("session", list(range(3, 53)), params, None, resumable=True, block_hasher=engine.hasher)
+    engine.scheduler.add_request(session)
+    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        engine.step()
+    assert not engine.scheduler._has_runnable(), "nothing keeps the core from sleeping"
+    engine.now_s += 1.0
+    engine.add("prompt", 1500, 1)
+    assert engine.step()["prompt"] > 500
 
 
 def come_with_one_token_left(engine: Engine, *names: str) -> None:

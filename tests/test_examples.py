@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dynaserve.bench.systems import from_toml
 from dynaserve.config_file import expand
 from vllm_plugin import options
 from vllm_plugin.frontend import make_parser
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-COMMANDS = [path for path in sorted(EXAMPLES.rglob("*")) if path.suffix in (".service", ".yaml")]
+COMMANDS = [*(path for path in sorted(EXAMPLES.rglob("*")) if path.suffix in (".service", ".yaml")), EXAMPLES / "compare.toml"]
 
 
 @cache
@@ -39,6 +40,16 @@ def test_the_help_of_the_front_end_has_an_example() -> None:
     args = parser.parse_args(example.split())
     assert args.model_tag == "MODEL"
     assert len(args.instances) == 2
+
+
+def test_the_systems_to_compare_are_ones_that_the_comparison_takes() -> None:
+    systems = from_toml(EXAMPLES / "compare.toml")
+    assert [len(system.commands) for system in systems] == [2, 3]
+    started = [" ".join(command) for system in systems for command in system.commands]
+    for system in systems:
+        for url in system.urls:
+            port = url.rpartition(":")[2]
+            assert port == "8000" or any(f"--port {port}" in command for command in started)
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)

@@ -836,6 +836,19 @@ def test_an_instance_is_told_when_an_answer_will_come_and_again_as_that_comes_ne
     run(scenario, placer=RequestPlacer(GlobalScheduler(Options(Policy.dynamic), table), LengthPredictor(), predicts=True))
 
 
+def test_a_hand_off_is_not_moved_beyond_what_instances_compute() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("r", extra_args={"dynaserve_split": 15})
+        most = fleet.client.instances[NAMES[0]].description.max_model_len
+        with pytest.raises(BadRequest, match=f"hand_off_at is {most}; the fleet computes {most} tokens of a request at most"):
+            await fleet.client.move_hand_off("r", most)
+        (record,) = fleet.client.book.find("r")
+        assert (record.split_token, record.moves) == (15, 0)
+        assert await fleet.client.move_hand_off("r", 16) == 1
+
+    run(scenario)
+
+
 def test_a_whole_request_is_handed_over_by_hand() -> None:
     async def scenario(fleet: Fleet) -> None:
         first = await fleet.start("r", extra_args={"dynaserve_split": 0})

@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from dynaserve.errors import ConfigError
-from dynaserve.kv_transfer.agent import PeerLost, TransferReport
+from dynaserve.kv_transfer.agent import PeerLost
 from dynaserve.kv_transfer.receiver import Cancel, Complete, Extend
 from dynaserve.kv_transfer.results import TransferReport
 from dynaserve.kv_transfer.sender import Stop
@@ -564,9 +564,12 @@ def test_a_grammar_goes_on_where_a_lost_instance_has_left_it_though_its_adapter_
 ) -> None:
     instance = Instance(tmp_path, enable_lora=True, max_loras=1)
     accepted: list[tuple[str, list[int]]] = []
-    monkeypatch.setattr(
-        instance.scheduler, "_accept_outputs", lambda request, micro: accepted.append((request.request_id, micro.plan.output_token_ids))
-    )
+
+    def accept(request: Request, micro: Any) -> None:
+        accepted.append((request.request_id, micro.plan.output_token_ids))
+        request.structured_output_request = None  # nothing here can compile one
+
+    monkeypatch.setattr(instance.scheduler, "_accept_outputs", accept)
     instance.engine.add("other", 100, 60, adapter=1)
     instance.step()
     plan = Plan("whole", output_token_ids=[7] * 25)
@@ -577,9 +580,10 @@ def test_a_grammar_goes_on_where_a_lost_instance_has_left_it_though_its_adapter_
     instance.step()
     assert not accepted
     request.structured_output_request.grammar = object()
+    instance.engine.add("behind it", 100, 5, adapter=1)
     instance.step(2)
+    assert accepted
     assert "w" not in instance.engine.token_times_s, "the other adapter has its only place"
-    request.structured_output_request = None  # nothing here can compile one
     instance.finish()
     assert accepted == [("w", [7] * 25)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from dynaserve.errors import ConfigError  # noqa: E402 - only where torch is
-from vllm_plugin.kv_worker import _as_bytes, _check_block_size, _kind  # noqa: E402
+from vllm_plugin.kv_worker import _as_bytes, _check_block_size, _kind, _layout  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -34,6 +36,16 @@ def test_two_orders_in_memory_are_two_layouts() -> None:
     assert one.shape == other.shape
     assert _kind(one) != _kind(other)
     assert _kind(one) == _kind(torch.randn(3, 2, 4, 6))
+
+
+def test_layers_of_two_kinds_in_another_order_are_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_plugin.kv_worker._instruction_set", lambda *_: "cpu")
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), cache_config=SimpleNamespace(cache_dtype="fp8"))
+    wide, narrow = torch.zeros(BLOCKS, 2, 4, 6), torch.zeros(BLOCKS, 2, 4, 6, dtype=torch.uint8)
+    layouts = [_layout(config, {"l.0": first, "l.1": second, "l.2": wide}) for first, second in ((wide, narrow), (narrow, wide))]
+    assert layouts[0] != layouts[1]
+    assert layouts[0] == _layout(config, {"l.2": wide, "l.1": narrow, "l.0": wide}), "by name, whatever order they come in"
+    assert "in the order" not in _layout(config, {"l.0": wide, "l.1": wide})
 
 
 def test_blocks_of_two_layers_in_turns_are_taken() -> None:

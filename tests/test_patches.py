@@ -82,6 +82,8 @@ _REFUSED = [
     (["--plugin", "dynaserve", "--decode-context-parallel-size", "2"], "--decode-context-parallel-size 2 is not supported with --plugin"),
     (["--plugin", "dynaserve", "--enable-scale-out"], "--enable-scale-out is not supported with --plugin dynaserve"),
     (["--plugin", "dynaserve", "--kv-offloading-size", "16"], "--kv-offloading-size is not supported with --plugin dynaserve"),
+    (["--plugin", "dynaserve", "--tokens-only"], "--tokens-only is not supported with --plugin dynaserve"),
+    (["--plugin", "dynaserve", "--watermark", "0.02"], "--watermark is not supported with --plugin dynaserve"),
     (["--plugin", "dynaserve", "--enable-return-routed-experts"], "--enable-return-routed-experts is not supported with --plugin"),
     (["--plugin", "dynaserve", "--disable-log-stats"], "--disable-log-stats is not supported with --plugin dynaserve"),
     (["--plugin", "dynaserve", "--scheduler-cls", "my.Scheduler"], "--scheduler-cls my.Scheduler conflicts with --plugin dynaserve"),
@@ -132,6 +134,13 @@ def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch, path: str
     monkeypatch.setitem(patches._EXPECTED, path, ("self", "something_else"))
     with pytest.raises(ConfigError, match=f"something_else.*{found}"):
         patches.check_vllm()
+
+
+def test_what_workers_replace_is_checked_where_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(patches._EXPECTED_BY_WORKERS, "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample", ("self", "something_else"))
+    monkeypatch.delattr("vllm.v1.worker.gpu_input_batch.InputBatch._dynaserve_installed", raising=False)
+    with pytest.raises(ConfigError, match=r"something_else.*'logits'"):
+        patches.install_worker_patches()
 
 
 def test_the_front_end_keeps_its_own_slos_beside_the_options_of_an_instance() -> None:

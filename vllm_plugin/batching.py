@@ -10,11 +10,11 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, islice, repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -60,8 +60,8 @@ class _Batch:
     """What is ready to run. due_s: of the first decode. arrived: prompts with KV from elsewhere that have not begun here. draft_tokens,
     draft_pairs: what the decodes speculate.
 
-    seats: for those that come with their KV, and run in this step. arriving_due_s: when the next token is due of the first request that is
-    to come in the midst of its answer, of arriving_tokens.
+    seats: for those that come with their KV, and run in this step. resuming: how many of them do so in the midst of their answer.
+    arriving_due_s: when the next token is due of the first request that is to come in the midst of its answer, of arriving_tokens.
     """
 
     decodes: int
@@ -70,6 +70,7 @@ class _Batch:
     prefills: list[Request]
     seats: int = 0
     arrived: list[Request] = field(default_factory=list)
+    resuming: int = 0
     draft_tokens: int = 0
     draft_pairs: float = 0.0
     arriving_due_s: float = math.inf
@@ -79,6 +80,14 @@ class _Batch:
         # Beside decodes steps are short anyway; without them one may take a second.
         due_s = self.due_s if self.decodes else self.arriving_due_s - 1e-3 * planner.decodes_ms(1, self.arriving_tokens)
         return RunningDecodes(self.decodes, self.context_tokens, due_s, self.draft_tokens, self.draft_pairs)
+
+
+class _Waiting(NamedTuple):
+    """A request that could begin. work: its prefill; None: it has none. with_kv: from elsewhere."""
+
+    request: Request
+    work: PrefillWork | None
+    with_kv: bool
 
 
 class SloScheduler(ResumingFirst):
@@ -162,30 +171,41 @@ class SloScheduler(ResumingFirst):
         batch.seats = self._most_active_requests + self.parked_slots - len(self.running) - self.num_waiting_for_streaming_input
         for request in self.kv_holding_waiting:
             self._look_at_arriving(request, batch, now_s)
-        batch.arrived.sort(key=lambda request: not self.is_decode(request))  # as they will stand (`resuming`)
+        batch.arrived.sort(key=lambda request: (not self.is_decode(request), self._turn_s(request)))
         work = self._work_of(batch.prefills)
-        waiting, their_work = self._look_at_waiting(batch.arrived, self._most_scheduled_tokens - sum(each.tokens for each in work))
-        admitted = self._admissible(batch, waiting)
-        if not admitted and waiting and self.deadlines.first_token_due_s(waiting[0].request_id, _PATIENCE_S) < now_s:
-            admitted = 1  # whatever becomes of the decodes: it may not wait for ever
-        resuming = [request for request in batch.arrived[:admitted] if self.is_decode(request)]
+        waiting = self._look_at_waiting(batch.arrived, self._most_scheduled_tokens - sum(each.tokens for each in work))
+        begin = waiting[: self._admissible(batch, [each.request for each in waiting])] or self._overdue(waiting, now_s)
+        resuming = [each.request for each in begin if each.with_kv and self.is_decode(each.request)]
         if resuming:
             batch.decodes += len(resuming)
             batch.context_tokens += sum(request.num_computed_tokens for request in resuming)
             batch.due_s = min(batch.due_s, now_s + self._slo.tbt_s)  # as those that are not known yet (`_running_batch`)
-        begun = [*work, *filter(None, their_work[len(resuming) : admitted])]
+        prompts = [each.work for each in begin if each.work is not None and not (each.with_kv and self.is_decode(each.request))]
+        begun = [*work, *prompts]
         plan = self.accounts.planner.plan(batch.running(self.accounts.planner), begun, now_s)
         tokens = batch.decodes + batch.draft_tokens + plan.prefill_tokens
-        if self._speculates and plan.prefill_tokens and any(each.tokens == 1 for each in begun[len(work) :]):
+        if self._speculates and plan.prefill_tokens and any(each.tokens == 1 for each in prompts):
             tokens += self.num_spec_tokens  # to which vLLM pads one that begins with its last token, or lets it wait (scheduler.py:1149)
         self.max_num_scheduled_tokens = max(1, min(self._most_scheduled_tokens, tokens))
-        self._held_back = {request.request_id for request in batch.arrived[admitted:]}
-        begins = max(0, admitted - len(batch.arrived))
-        resume = sum(map(self.has_arrived, self.kv_holding_waiting)) - len(self._held_back)
-        room = len(self.running) + resume + begins
+        begin_with_kv = {each.request.request_id for each in begin if each.with_kv}
+        self._held_back = {request.request_id for request in batch.arrived} - begin_with_kv
+        begins = len(begin) - len(begin_with_kv)
+        # Sessions that wait for their next input keep their seats (scheduler.py:922).
+        room = len(self.running) + self.num_waiting_for_streaming_input + batch.resuming + len(begin)
         most = self._most_active_requests + self.parked_slots
         self.max_num_active_reqs = min(most, room) if begins < len(self.waiting) else most
         return plan
+
+    def _turn_s(self, request: Request) -> float:
+        """By when it begins in any case."""
+        return self.deadlines.first_token_due_s(request.request_id, _PATIENCE_S)
+
+    def _overdue(self, waiting: Sequence[_Waiting], now_s: float) -> list[_Waiting]:
+        """Of the first one with KV from elsewhere and the first one without, that whose turn came first; none: it has not come. It may not
+        wait for ever, whatever becomes of the decodes."""
+        firsts = (next((each for each in waiting if each.with_kv == with_kv), None) for with_kv in (True, False))
+        due = [each for each in firsts if each is not None and self._turn_s(each.request) < now_s]
+        return [min(due, key=lambda each: self._turn_s(each.request))] if due else []
 
     def may_begin(self, request: Request) -> bool:
         return request.request_id not in self._held_back
@@ -236,6 +256,7 @@ class SloScheduler(ResumingFirst):
         if batch.seats <= 0 or not self.fits_adapters(request):
             return  # not in this step, however short it is
         batch.seats -= 1
+        batch.resuming += 1
         batch.decodes += 1
         batch.context_tokens += request.num_computed_tokens
         batch.due_s = min(batch.due_s, self.deadlines.next_due_s.get(request.request_id, math.inf))
@@ -252,28 +273,35 @@ class SloScheduler(ResumingFirst):
                 tokens += own
         return works
 
-    def _look_at_waiting(self, arrived: Sequence[Request], room_tokens: int) -> tuple[list[Request], list[PrefillWork | None]]:
-        """Those that a step with so much room for prefill could hold, the first one in any case; and their work, None: nothing.
+    def _look_at_waiting(self, arrived: Sequence[Request], room_tokens: int) -> list[_Waiting]:
+        """Those that a step with so much room for prefill could hold, and the first one of either kind in any case.
 
-        arrived: they come before all others.
+        arrived: with KV from elsewhere; they come before all others.
         """
         known, self._found_cached = self._found_cached, {}
-        waiting: list[Request] = []
-        works: list[PrefillWork | None] = []
-        for request in chain(arrived, islice(self.waiting, _MOST_WAITING)):
-            cached = 0
-            if not request.num_computed_tokens and len(self._found_cached) < _MOST_LOOKED_UP:
-                cached, steps = known.get(request.request_id, (0, 0))
-                if not steps:
-                    cached, steps = self._cached_tokens(request), _STEPS_A_LOOK
-                self._found_cached[request.request_id] = cached, steps - 1
-            own = self.tokens_to_compute(request) - cached
-            waiting.append(request)
-            works.append(PrefillWork(own, request.num_computed_tokens + cached) if own > 0 else None)
-            room_tokens -= own
-            if room_tokens <= 0 and not self.is_decode(request):
-                break
-        return waiting, works
+        waiting: list[_Waiting] = []
+        for with_kv, queue in ((True, arrived), (False, islice(self.waiting, _MOST_WAITING))):
+            for request in queue:
+                if self.waits_for_grammar(request) or not self.fits_adapters(request):
+                    continue  # vLLM runs those behind it
+                cached = self._believed_cached(request, known)
+                own = self.tokens_to_compute(request) - cached
+                work = PrefillWork(own, request.num_computed_tokens + cached) if own > 0 else None
+                waiting.append(_Waiting(request, work, with_kv))
+                room_tokens -= own
+                if room_tokens <= 0 and not self.is_decode(request):
+                    break
+        return waiting
+
+    def _believed_cached(self, request: Request, known: Mapping[str, tuple[int, int]]) -> int:
+        """known: what was found before."""
+        if request.num_computed_tokens or len(self._found_cached) >= _MOST_LOOKED_UP:
+            return 0
+        cached, steps = known.get(request.request_id, (0, 0))
+        if not steps:
+            cached, steps = self._cached_tokens(request), _STEPS_A_LOOK
+        self._found_cached[request.request_id] = cached, steps - 1
+        return cached
 
     def _cached_tokens(self, request: Request) -> int:
         """Of its prompt, what the prefix cache holds, as `KVCacheManager.get_computed_blocks` will find it. Its chunks attend to them.

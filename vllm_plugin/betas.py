@@ -105,6 +105,8 @@ class BetaScheduler(Scheduler):
     def _room(self) -> int:
         """Blocks that may be reserved: what is free, less what running and waiting requests are going to ask for next."""
         free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) - self._inflight_prefill_reserved_blocks()
+        if free <= len(self.running):  # nobody looks through a long queue in vain
+            return 0
         longest = max((self._blocks_to_come(request) for request in (*self.running, *self.waiting)), default=0)
         return int(free - len(self.running) - longest)
 
@@ -222,7 +224,7 @@ class BetaScheduler(Scheduler):
 
     def _take_outputs(self, request: Request, micro: MicroRequest, output_token_ids: list[int]) -> None:
         micro.plan.output_token_ids = output_token_ids
-        # The worker reads the tokens from here when the request is first scheduled (patches.V1_OUTPUT_TOKENS).
+        # The worker reads the tokens from here when the request is first scheduled (`patches.install_worker_patches`).
         request.sampling_params.extra_args[EXTRA_ARG] = msgspec.to_builtins(micro.plan)
         if output_token_ids:
             request.append_output_token_ids(output_token_ids)

@@ -391,8 +391,11 @@ class FleetClient(Failover):
     async def move_hand_off(self, request_id: str, hand_off_at: int | None) -> int | None:
         """Moves the hand-off point of every sequence of this request, or lifts it (None).
 
-        Returns how many sequences it was asked for; None: no such request runs. `RequestRecord` says where each was cut.
+        Returns how many sequences it was asked for; None: no such request runs. `RequestRecord` says where each was cut. Raises
+        BadRequest for a token that no request reaches.
         """
+        if hand_off_at is not None and hand_off_at >= (most := self._reference.description.max_model_len):
+            raise BadRequest(f"hand_off_at is {hand_off_at}; the fleet computes {most} tokens of a request at most")
         lives = self._lives_of(request_id)
         asked = 0
         for live in lives:

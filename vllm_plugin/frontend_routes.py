@@ -117,13 +117,13 @@ class FrontendEndpoint:
         )
         async def hand_off(request_id: str, body: HandOff, request: Request) -> HandOffAnswer:
             client = _client(request)
-            if body.to is not None and body.hand_off_at is not None:
-                try:
+            try:
+                if body.to is not None and body.hand_off_at is not None:
                     asked = await client.cut_whole(request_id, body.hand_off_at, body.to)
-                except BadRequest as error:
-                    raise HTTPException(400, str(error)) from error
-            else:
-                asked = await client.move_hand_off(request_id, body.hand_off_at)
+                else:
+                    asked = await client.move_hand_off(request_id, body.hand_off_at)
+            except BadRequest as error:
+                raise HTTPException(400, str(error)) from error
             if asked is None:
                 raise HTTPException(404, f"no request {request_id} is running")
             return HandOffAnswer(request_id, asked)

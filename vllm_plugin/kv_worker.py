@@ -133,11 +133,13 @@ def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> str:
-    """Equal for two workers only if the raw bytes of a block mean the same to both."""
-    kinds = {_kind(cache) for cache in kv_caches.values()}
+    """Equal for two workers only if the raw bytes of a block, which has the layers in the order of their names, mean the same to both."""
+    layers = [_kind(kv_caches[name]) for name in sorted(kv_caches)]
+    kinds = list(dict.fromkeys(layers))
+    order = "" if len(kinds) == 1 else f" in the order {' '.join(str(kinds.index(kind)) for kind in layers)}"
     parallel = vllm_config.parallel_config
     return (
-        f"{len(kv_caches)} layers of {' and '.join(sorted(kinds))}, cache {vllm_config.cache_config.cache_dtype}, "
+        f"{len(layers)} layers of {' and '.join(kinds)}{order}, cache {vllm_config.cache_config.cache_dtype}, "
         f"{_instruction_set(vllm_config, next(iter(kv_caches.values())))}, tp {parallel.tensor_parallel_size}"
     )
 

@@ -19,7 +19,7 @@ from vllm_plugin import options
 from vllm_plugin.options import PLUGIN, PluginOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 VLLM_VERSION = "0.32."
 """Prefix of the versions whose internals the rest of this file names."""
@@ -60,7 +60,34 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
     "vllm.v1.request:Request.append_output_token_ids": ("self", "token_ids"),
     "vllm.v1.structured_output:StructuredOutputManager.accept_tokens": ("self", "request", "new_token_ids"),
     "vllm.v1.worker.gpu_input_batch:InputBatch.add_request": ("self", "request"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
+        "self",
+        "request",
+        "num_new_tokens",
+        "num_new_computed_tokens",
+        "new_computed_blocks",
+        "num_lookahead_tokens",
+        "num_external_computed_tokens",
+        "delay_cache_blocks",
+        "num_encoder_tokens",
+        "full_sequence_must_fit",
+        "reserved_blocks",
+        "has_scheduled_reqs",
+        "skip_zeroing_group_ids",
+    ),
 }
+_EXPECTED_BY_WORKERS = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": ("self", "logits", "spec_decode_metadata"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": (
+        "self",
+        "scheduler_output",
+        "sampler_output",
+        "logits",
+        "hidden_states",
+        "num_scheduled_tokens",
+    ),
+}
+"""What only they import: that takes seconds."""
 
 
 def check_vllm() -> None:
@@ -68,9 +95,14 @@ def check_vllm() -> None:
     version = importlib.metadata.version("vllm")
     if not version.startswith(VLLM_VERSION):
         raise ConfigError(f"--plugin dynaserve works with vLLM {VLLM_VERSION}*, this is vLLM {version}")
-    for path, expected in _EXPECTED.items():
+    _check_functions(_EXPECTED)
+
+
+def _check_functions(expected_of: Mapping[str, tuple[str, ...]]) -> None:
+    for path, expected in expected_of.items():
         found = _parameters(path)
         if found != expected:
+            version = importlib.metadata.version("vllm")
             raise ConfigError(f"--plugin dynaserve expects {path}{expected}, vLLM {version} has {found or 'no such function'}")
 
 
@@ -134,8 +166,9 @@ def turn_on(args: argparse.Namespace) -> None:
         if (value := getattr(args, flag, None) or 1) > 1:
             raise ConfigError(f"--{flag.replace('_', '-')} {value} is not supported with --plugin dynaserve; use 1")
     # The route of the first two takes `SamplingParams.extra_args` from clients, and with it our plans. The next would put its own connector
-    # in the place of ours (config/vllm.py:1099), and the last asks a beta's worker for what only the alpha has computed.
-    for flag in ("enable_scale_out", "tokens_only", "kv_offloading_size", "enable_return_routed_experts"):
+    # in the place of ours (config/vllm.py:1099), the last but one asks a beta's worker for what only the alpha has computed, and the last
+    # has a beta wait for blocks that it does not need, in the midst of its answer (kv_cache_manager.py:509).
+    for flag in ("enable_scale_out", "tokens_only", "kv_offloading_size", "enable_return_routed_experts", "watermark"):
         if getattr(args, flag, None):
             raise ConfigError(f"--{flag.replace('_', '-')} is not supported with --plugin dynaserve")
     if getattr(args, "disable_log_stats", False):  # its statistics carry what instances tell of their load and steps
@@ -310,12 +343,13 @@ def _asleep(wait: Callable[..., None]) -> Callable[..., None]:
 
 
 def install_worker_patches() -> None:
-    """V1 model runner: a beta's output tokens, and generators on CPU. The V2 runner needs neither."""
+    """V1 model runner: a beta's output tokens, and generators on CPU. The V2 runner needs neither. Raises ConfigError as `check_vllm`."""
     from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if hasattr(InputBatch, "_dynaserve_installed"):
         return
+    _check_functions(_EXPECTED_BY_WORKERS)
     InputBatch._dynaserve_installed = True
     InputBatch.add_request = _with_output_tokens(InputBatch.add_request)
     GPUModelRunner._sample = _without_discarded_generators(GPUModelRunner._sample)

@@ -115,8 +115,15 @@ class ResumingFirst(Scheduler):
         return bool(super()._handle_blocked_waiting_request(request)) and (resumes or self.fits_adapters(request))
 
     def has_arrived(self, request: Request) -> bool:
-        """All of its KV."""
+        """All that it waited for: its KV, the next input of a session, its grammar."""
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ or self.waits_for_grammar(request):
+            return False
         return request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self.finished_recving_kv_req_ids
+
+    @staticmethod
+    def waits_for_grammar(request: Request) -> bool:
+        """It is being compiled."""
+        return bool(request.use_structured_output) and request.structured_output_request.grammar is None
 
     def hands_over_s(self, request: Request, now_s: float) -> float | None:
         """About when a request comes from another instance that has a part of its answer: from then on its client waits for its next

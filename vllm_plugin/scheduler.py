@@ -15,7 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from dynaserve.errors import ConfigError
 from vllm_plugin import patches
@@ -189,15 +189,14 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         lifted = sum(micro.plan.hand_off_at is None for micro in self.micro.parked.values())
         if lifted or len(self.micro.parked) > self._most_parked:
             return True  # waits for a slot, or is about to be lifted
-        waiting = len(self.waiting) - self.num_waiting_for_streaming_input
-        if waiting > 0 and self._pause_state is PauseState.UNPAUSED:
+        if len(self.waiting) and self._pause_state is PauseState.UNPAUSED:
             return True
         return any(self._is_runnable(request) for request in self.kv_holding_waiting)
 
     def _is_runnable(self, request: Request) -> bool:
         micro = self.micro.betas.get(request.request_id)
-        if micro is None:
-            return True
+        if micro is None:  # a session's next input comes as a message, which wakes
+            return bool(request.status != RequestStatus.WAITING_FOR_STREAMING_REQ)
         received = self.micro.all_landed(micro) or request.request_id in self.finished_recving_kv_req_ids
         return micro.end_index is not None and received
 
@@ -226,7 +225,8 @@ class CutScheduler(AlphaScheduler, BetaScheduler):
         """Of those, one at least could run, had it blocks."""
         if self._pause_state is not PauseState.UNPAUSED or len(self.running) >= self.max_num_active_reqs:
             return False
-        return any(not self._is_blocked_waiting_status(r.status) for r in (*self.kv_holding_waiting, *self.waiting))
+        waiting = (*self.kv_holding_waiting, *self.waiting)
+        return any(not self._is_blocked_waiting_status(request.status) and self.fits_adapters(request) for request in waiting)
 
     def _count(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:

@@ -100,14 +100,15 @@ class Alarm:
                 raise
 
     def _wait(self) -> bool:
-        """Whether there is news."""
-        if not self._socket.poll(_LONGEST_SLEEP_MS):
-            deadline_s = self.deadline_s
-            if deadline_s is None or time.monotonic() < deadline_s:
-                return False
+        """Whether there is news. Signals may come all the time: the deadline is looked at beside them."""
+        has_signals = bool(self._socket.poll(_LONGEST_SLEEP_MS))
+        deadline_s = self.deadline_s
+        is_due = deadline_s is not None and time.monotonic() >= deadline_s
+        if is_due:
             self.deadline_s = None
             self.rings.set()
-            return True
+        if not has_signals:
+            return is_due
         while True:
             try:
                 sign = self._socket.recv(zmq.NOBLOCK)
