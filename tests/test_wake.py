@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -89,15 +90,14 @@ def test_an_alarm_goes_off_once_when_time_is_up() -> None:
 def test_an_alarm_goes_off_in_time_though_signals_come_all_the_time() -> None:
     bell, woken = Bell("127.0.0.1", 0), []
     alarm = Alarm([bell.address], lambda: woken.append(time.monotonic()))
-    alarm.deadline_s = time.monotonic() + 0.1
     rung = 0
-    while not alarm.rings.wait(0.05) and rung < 200:
-        bell.ring_landed("t", 1)
-        rung += 1
-    assert alarm.rings.is_set()
+    with contextlib.closing(bell), contextlib.closing(alarm):
+        alarm.deadline_s = time.monotonic() + 0.1
+        while not alarm.rings.wait(0.05) and rung < 200:
+            bell.ring_landed("t", 1)
+            rung += 1
+        assert alarm.rings.is_set()
     assert rung < 200, "it goes off between two signals"
-    alarm.close()
-    bell.close()
 
 
 def test_a_closed_alarm_leaves_no_thread() -> None:
