@@ -273,7 +273,8 @@ class Load(msgspec.Struct, frozen=True):
     """How busy an instance is, as its scheduler counts. steps: measured since the last load that had any; each is told once.
 
     prompts: all of this front-end's that have begun and are not over; None: this load does not tell. step_share: of the time until its
-    first decode is due, what a step may take by prediction.
+    first decode is due, what a step may take by prediction. admitting_share: and what a step of decodes alone may take of their TBT SLO,
+    with one more that is to begin; None: the same.
     """
 
     running_requests: Count
@@ -282,6 +283,7 @@ class Load(msgspec.Struct, frozen=True):
     steps: Annotated[list[MeasuredStep], Meta(max_length=1 << 20)] = []
     prompts: Annotated[list[PromptProgress], Meta(max_length=1 << 20)] | None = None
     step_share: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    admitting_share: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

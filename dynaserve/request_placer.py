@@ -36,7 +36,7 @@ REPORT_EVERY_MS = 200.0
 _TRANSFER_MEMORY = 0.98
 """What a KV transfer still counts after the next one."""
 _SHARE_GAIN, _SHARE_TOLD = 0.1, 0.03
-"""Of an instance's step share: how fast a new one counts, and from which change on its timeline is told."""
+"""Of an instance's step shares: how fast a new one counts, and from which change on its timeline is told."""
 _PREDICTED = ("ttft_ms", "hand_off_ms", "decode_step_ms", "objective_ms", "whole_objective_ms", "probes", "gathering")
 _CANDIDATE = ("alpha", "beta", "split_token", "ttft_ms", "objective_ms")
 
@@ -107,6 +107,24 @@ class RequestProgress:
     begun: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class StepShares:
+    """As `messages.Load` tells them. mixed: of steps that mix prefill and decodes. admitting: for who may begin."""
+
+    mixed: float
+    admitting: float
+
+    def toward(self, other: StepShares, gain: float) -> StepShares:
+        return StepShares(
+            self.mixed + gain * (other.mixed - self.mixed),
+            self.admitting + gain * (other.admitting - self.admitting),
+        )
+
+    def differ(self, other: StepShares) -> bool:
+        """By more than is worth telling."""
+        return any(abs(own / others - 1.0) > _SHARE_TOLD for own, others in ((self.mixed, other.mixed), (self.admitting, other.admitting)))
+
+
 @dataclass
 class RequestPlacer:
     """tbt_slo_ms, ttft_slo_ms: of requests that name none. step_share: how much of its TBT SLO a predicted step of an instance may take
@@ -124,9 +142,9 @@ class RequestPlacer:
     step_share: float = 1.0
     profile: FleetProfile | None = None
     _described: dict[str, tuple[InstanceDescription, bool]] = field(default_factory=dict)
-    _told_shares: dict[str, float] = field(default_factory=dict)
+    _told_shares: dict[str, StepShares] = field(default_factory=dict)
     """Smoothed, by instance."""
-    _used_shares: dict[str, float] = field(default_factory=dict)
+    _used_shares: dict[str, StepShares] = field(default_factory=dict)
     _queries: dict[str, LengthQuery] = field(default_factory=dict)
     _slos: dict[str, Slo] = field(default_factory=dict)
     _replayed_tokens: dict[str, int] = field(default_factory=dict)
@@ -140,13 +158,16 @@ class RequestPlacer:
     def observe(self, instance_id: str, description: InstanceDescription, *, accepts_new: bool = True) -> None:
         """Adds an instance, with the limits that it describes, or says whether it takes new requests."""
         self._described[instance_id] = description, accepts_new
-        share = self._used_shares[instance_id] = self._told_shares.get(instance_id, self.step_share)
+        untold = StepShares(self.step_share, self.step_share)
+        shares = self._used_shares[instance_id] = self._told_shares.get(instance_id, untold)
+        slo_ms = math.inf if description.tbt_slo_ms is None else description.tbt_slo_ms
         limits = InstanceLimits(
             max_requests=description.max_num_seqs,
             max_step_tokens=description.max_num_batched_tokens,
             kv_tokens=description.num_blocks * description.block_size,
             min_prefill_tokens=description.min_prefill_tokens,
-            step_ms=math.inf if description.tbt_slo_ms is None else description.tbt_slo_ms * share,
+            step_ms=slo_ms * shares.mixed,
+            admit_ms=slo_ms * shares.admitting,
         )
         self.scheduler.observe(InstanceState(instance_id, accepts_new, limits, description.stock))
         # A whole-only instance is chosen by its load alone (cpp_scheduler, `ChooseWholeOnly`).
@@ -277,7 +298,8 @@ class RequestPlacer:
     def learn_steps(self, instance_id: str, load: Load, now_ms: float) -> None:
         """What an instance measured since its last report, and how it forms its steps."""
         if load.step_share is not None:
-            self._hear_share(instance_id, load.step_share)
+            mixed = load.step_share
+            self._hear_shares(instance_id, StepShares(mixed, mixed if load.admitting_share is None else load.admitting_share))
         for step in load.steps:
             shape = BatchShape(
                 prefill_tokens=step.prefill_tokens,
@@ -292,14 +314,14 @@ class RequestPlacer:
                 logger.info("placing requests by the latencies of %d measured steps", self.profile.steps)
                 self._learn(table, now_ms)
 
-    def _hear_share(self, instance_id: str, share: float) -> None:
+    def _hear_shares(self, instance_id: str, shares: StepShares) -> None:
         """An instance follows the errors of its predictions, step by step; its timeline is told what has lasted."""
         known = self._described.get(instance_id)
         if known is None:
             return
-        before = self._told_shares.get(instance_id, share)
-        told = self._told_shares[instance_id] = before + _SHARE_GAIN * (share - before)
-        if abs(told / self._used_shares[instance_id] - 1.0) > _SHARE_TOLD:
+        before = self._told_shares.get(instance_id, shares)
+        told = self._told_shares[instance_id] = before.toward(shares, _SHARE_GAIN)
+        if told.differ(self._used_shares[instance_id]):
             description, accepts_new = known
             self.observe(instance_id, description, accepts_new=accepts_new)
 

@@ -124,6 +124,12 @@ class StepPlanner:
         table = self.profile.table
         return None if table is None else self.margin.share(table.sigma)
 
+    @property
+    def admitting_share(self) -> float | None:
+        """Of the TBT SLO, what a step of decodes alone may take, with one that is to begin; None: nothing is predicted yet."""
+        table = self.profile.table
+        return None if table is None else self.margin.admitting_share(table.sigma)
+
     def prefill_ms(self, work: PrefillWork) -> float:
         """Of a prompt that is computed alone, in one step; 0 before anything was measured."""
         table = self.profile.table

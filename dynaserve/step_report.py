@@ -40,12 +40,13 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 class BatchReport(msgspec.Struct, frozen=True):
     """Everything since the last report. Tokens: see `token_deadlines.TokenCounts`. prompts: those that have begun, as of now.
-    step_share: as in `messages.Load`; None: no profile yet."""
+    step_share, admitting_share: as in `messages.Load`; None: no profile yet."""
 
     steps: list[StepReport]
     tokens: TokenCounts
     prompts: list[PromptProgress]
     step_share: float | None
+    admitting_share: float | None
 
 
 class StepReporter:

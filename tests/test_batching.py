@@ -293,10 +293,11 @@ def reported(engine: Engine) -> BatchReport:
     """Everything that was reported since the last call."""
     reports = [msgspec.convert(carrier.kv_transfer_params[REPORT_KEY], BatchReport) for carrier in engine.carriers]
     if not reports:
-        return BatchReport([], TokenCounts(), [], None)
+        return BatchReport([], TokenCounts(), [], None, None)
     engine.carriers.clear()
     tokens = TokenCounts(*(sum(getattr(r.tokens, f.name) for r in reports) for f in dataclasses.fields(TokenCounts)))
-    return BatchReport([step for report in reports for step in report.steps], tokens, reports[-1].prompts, reports[-1].step_share)
+    steps = [step for report in reports for step in report.steps]
+    return BatchReport(steps, tokens, reports[-1].prompts, reports[-1].step_share, reports[-1].admitting_share)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

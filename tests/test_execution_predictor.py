@@ -31,6 +31,7 @@ all_limits = st.builds(
     min_prefill_tokens=st.integers(0, 32),
     kv_tokens=st.integers(500, 20_000),
     step_ms=st.floats(5.0, 150.0) | st.just(math.inf),
+    admit_ms=st.just(0.0) | st.floats(5.0, 200.0),
 )
 
 

@@ -458,7 +458,7 @@ def test_each_front_end_hears_how_far_its_own_prompts_are_after_its_tokens() -> 
         await until(lambda: len(instance.engine.added) == 3)
         step = StepReport(1.0, MeasuredStep(40, 800.0, 0, 0, 20.0), None, None, 40, "all_work", False)
         prompts = [PromptProgress("mine", 40), PromptProgress("theirs", 30)]
-        report = BatchReport([step], TokenCounts(), prompts, 0.8)
+        report = BatchReport([step], TokenCounts(), prompts, 0.8, 0.9)
         carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
         outputs = [carrier, EngineCoreOutput("answers", [7])]
         await instance.gateway.take(EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats(num_running_reqs=3)))
@@ -470,7 +470,7 @@ def test_each_front_end_hears_how_far_its_own_prompts_are_after_its_tokens() -> 
             assert told_one.load is not None
             assert told_one.load.prompts == own
             assert told_one.load.steps == [step.measured]
-            assert told_one.load.step_share == 0.8
+            assert (told_one.load.step_share, told_one.load.admitting_share) == (0.8, 0.9)
         await told(second, [Reserved(40, 50, 80), Reserved(50, 50, 80)])
         first.close()
         second.close()
@@ -486,7 +486,7 @@ def test_a_report_that_cannot_be_read_is_dropped_and_the_outputs_beside_it_are_n
         await until(lambda: len(instance.engine.added) == 1)
         counted = DROPPED.labels("report")
         before = counted._value.get()
-        report = BatchReport([], TokenCounts(), [PromptProgress("x" * 600, 1)], None)
+        report = BatchReport([], TokenCounts(), [PromptProgress("x" * 600, 1)], None, None)
         carrier = EngineCoreOutput(REPORT_CARRIER, [], kv_transfer_params={REPORT_KEY: msgspec.to_builtins(report)})
         outputs = EngineCoreOutputs(outputs=[carrier, EngineCoreOutput("r", [7])])
         await instance.gateway.take(outputs)

@@ -783,6 +783,8 @@ def test_progress_and_cuts_that_cannot_be_are_refused() -> None:
 def test_impossible_limits_are_refused(policy: Policy) -> None:
     with pytest.raises(ValueError, match=r"^max_requests is 0; it must lie between 1 and 2\^40$"):
         GlobalScheduler(Options(policy), A100).observe(InstanceState("a", limits=InstanceLimits(max_requests=0)))
+    with pytest.raises(ValueError, match=r"^admit_ms is -1.000000; it must not be negative$"):
+        GlobalScheduler(Options(policy), A100).observe(InstanceState("a", limits=InstanceLimits(admit_ms=-1.0)))
 
 
 @settings(max_examples=150, deadline=None)

@@ -258,6 +258,28 @@ def test_prompts_are_predicted_by_the_steps_that_the_instance_says_it_takes() ->
     placer.learn_steps("unknown", Load(1, 0, 0.0, step_share=0.5), 1000.0)
 
 
+def test_prompts_are_predicted_to_begin_where_the_instance_says_it_admits_them() -> None:
+    placer = placer_of(Policy.dynamic)
+    placer.remove("b")
+    assert DESCRIPTION.tbt_slo_ms is not None
+    mixed = 0.9 * ROOFLINE.step_ms(BatchShape(decodes=8, decode_context_tokens=80)) / DESCRIPTION.tbt_slo_ms
+
+    def ttft_ms(admitting: float | None) -> float:
+        for _ in range(100):
+            placer.learn_steps("a", Load(1, 0, 0.0, step_share=mixed, admitting_share=admitting), 1000.0)
+        prediction = placed(placer, replace(facts("probe"), lengths=LengthQuery("m", "", 60, 200, 30)), 1000.0).placement.prediction
+        placer.finish("probe", None, 1000.0)
+        assert prediction is not None
+        return prediction.ttft_ms
+
+    for number in range(8):
+        placed(placer, replace(facts(f"decodes {number}"), lengths=LengthQuery("m", "", 10, 2000, 2000)), 0.0)
+    waits_ms = ttft_ms(None)
+    assert waits_ms > 1000.0
+    assert ttft_ms(1.0) < 0.1 * waits_ms
+    assert ttft_ms(mixed) == pytest.approx(waits_ms, rel=0.02)
+
+
 def test_prompts_are_predicted_by_the_slo_of_the_instance_not_by_that_of_the_requests() -> None:
     def ttft_ms(tbt_slo_ms: float | None) -> float:
         placer = RequestPlacer(GlobalScheduler(Options(Policy.dynamic), ProfileTable(ROOFLINE)), LengthPredictor(), predicts=True)

@@ -194,6 +194,8 @@ def test_errors_of_mixed_steps_do_not_keep_prompts_from_beginning() -> None:
     assert admitted() == usual
     each.margin.sigmas = 1.0
     assert admitted() == most(100 * math.exp(-each.profile.table.sigma)) > usual
+    assert each.admitting_share == each.step_share == math.exp(-each.profile.table.sigma)
+    assert planner().admitting_share is None
 
 
 def test_the_first_steps_of_an_engine_are_not_learnt() -> None:

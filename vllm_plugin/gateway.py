@@ -467,7 +467,12 @@ class Gateway:
             self.reservations.computed(prompt.request_id, prompt.computed_tokens)
         if self.load is None:
             return
-        load = msgspec.structs.replace(self.load, steps=[step.measured for step in report.steps], step_share=report.step_share)
+        load = msgspec.structs.replace(
+            self.load,
+            steps=[step.measured for step in report.steps],
+            step_share=report.step_share,
+            admitting_share=report.admitting_share,
+        )
         for identity in self.sessions.identities:
             own = [prompt for prompt in report.prompts if self.routes.get(prompt.request_id) == identity]
             await self._send(identity, Step([], msgspec.structs.replace(load, prompts=own), time.monotonic()))

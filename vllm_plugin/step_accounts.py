@@ -171,7 +171,7 @@ class StepAccounts:
             self.log.flush()
         if self.keeper is not None:
             self.keeper.save_now_and_then(now_s, resting=resting)
-        return BatchReport(steps, self.deadlines.take_counts(), prompts(), self.planner.step_share)
+        return BatchReport(steps, self.deadlines.take_counts(), prompts(), self.planner.step_share, self.planner.admitting_share)
 
     def close(self) -> None:
         if self.keeper is not None:

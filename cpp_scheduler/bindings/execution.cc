@@ -37,17 +37,19 @@ void BindRequests(nb::module_& m) {
   const InstanceLimits usual;
   nb::class_<InstanceLimits> limits(m, "InstanceLimits", "What an instance may run at once.");
   limits
-      .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, double>(),
+      .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, double, double>(),
            nb::kw_only(), "max_requests"_a = usual.max_requests,
            "max_step_tokens"_a = usual.max_step_tokens,
            "min_prefill_tokens"_a = usual.min_prefill_tokens, "kv_tokens"_a = usual.kv_tokens,
-           "step_ms"_a = usual.step_ms)
+           "step_ms"_a = usual.step_ms, "admit_ms"_a = usual.admit_ms)
       .def_ro("max_requests", &InstanceLimits::max_requests)
       .def_ro("max_step_tokens", &InstanceLimits::max_step_tokens)
       .def_ro("min_prefill_tokens", &InstanceLimits::min_prefill_tokens)
       .def_ro("kv_tokens", &InstanceLimits::kv_tokens)
-      .def_ro("step_ms", &InstanceLimits::step_ms);
-  AsValue(limits, "max_requests", "max_step_tokens", "min_prefill_tokens", "kv_tokens", "step_ms");
+      .def_ro("step_ms", &InstanceLimits::step_ms)
+      .def_ro("admit_ms", &InstanceLimits::admit_ms);
+  AsValue(limits, "max_requests", "max_step_tokens", "min_prefill_tokens", "kv_tokens", "step_ms",
+          "admit_ms");
 
   nb::class_<Forecast> forecast(m, "Forecast",
                                 "What becomes of a micro-request; absolute milliseconds, infinity "

@@ -38,6 +38,10 @@ void Validate(const InstanceLimits& limits) {
     throw std::invalid_argument("step_ms is " + std::to_string(limits.step_ms) +
                                 "; it must be above 0");
   }
+  if (!(limits.admit_ms >= 0.0)) {
+    throw std::invalid_argument("admit_ms is " + std::to_string(limits.admit_ms) +
+                                "; it must not be negative");
+  }
 }
 
 ExecutionPredictor::ExecutionPredictor(const ProfileTable& table, const InstanceLimits& limits)
@@ -169,7 +173,7 @@ double ExecutionPredictor::AdmittedMs(double now_ms, std::int64_t context_tokens
   const bool fits =
       decodes + static_cast<std::int64_t>(state.prefills.size()) < limits_.max_requests &&
       HeldKv(state) + context_tokens <= limits_.kv_tokens &&
-      LeavesRoomForDecode(*table_, shape, context_tokens, limits_.step_ms / cost_scale_);
+      LeavesRoomForDecode(*table_, shape, context_tokens, limits_.MostToAdmitMs() / cost_scale_);
   if (fits) return state.now_ms;
   const std::int64_t steps = state.decodes.front().end_step - state.step;
   const BatchShape halfway{0, 0.0, decodes, state.decode_context + decodes * (steps / 2)};

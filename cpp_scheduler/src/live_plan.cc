@@ -34,9 +34,12 @@ Placement WholeOn(const InstanceId& instance_id, std::int64_t end_token, Placeme
 
 // What each of the instances is up to.
 InstanceLimits Least(const InstanceLimits& a, const InstanceLimits& b) {
-  return {std::min(a.max_requests, b.max_requests), std::min(a.max_step_tokens, b.max_step_tokens),
-          std::min(a.min_prefill_tokens, b.min_prefill_tokens), std::min(a.kv_tokens, b.kv_tokens),
-          std::min(a.step_ms, b.step_ms)};
+  return {std::min(a.max_requests, b.max_requests),
+          std::min(a.max_step_tokens, b.max_step_tokens),
+          std::min(a.min_prefill_tokens, b.min_prefill_tokens),
+          std::min(a.kv_tokens, b.kv_tokens),
+          std::min(a.step_ms, b.step_ms),
+          std::min(a.MostToAdmitMs(), b.MostToAdmitMs())};
 }
 
 }  // namespace

@@ -76,7 +76,7 @@ ExecutionPredictor::Gathered ExecutionPredictor::Gather(State& state) {
         (overtakes || tokens < limits_.max_step_tokens) && seats < limits_.max_requests &&
         kv + context <= limits_.kv_tokens &&
         (request.decode_tokens == 0 || decodes.decodes == 0 ||
-         LeavesRoomForDecode(*table_, decodes, context, limits_.step_ms / cost_scale_));
+         LeavesRoomForDecode(*table_, decodes, context, limits_.MostToAdmitMs() / cost_scale_));
     if (!fits && seats > 0) {
       gathered.reached_end = false;
       break;

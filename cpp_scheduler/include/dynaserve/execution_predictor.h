@@ -6,8 +6,8 @@
 //      (vllm_plugin/resuming.py) betas first, and of these the ones that resume.  One that is not
 //      ready by t is passed over.  One that finds prefill enough before it to fill a step (a beta
 //      that resumes needs none), no seat, no KV memory, or no room for its decode (batch_rule.h,
-//      LeavesRoomForDecode) stays, and so does everything behind it; where nothing runs, it is
-//      admitted all the same.
+//      LeavesRoomForDecode, within MostToAdmitMs()) stays, and so does everything behind it; where
+//      nothing runs, it is admitted all the same.
 //   2. Every running decode advances by one token.  Prefills, running ones first, share the budget
 //      that ChooseBudget() gives; without decodes a step has no latency limit.  A waiting request
 //      that gets a token runs from now on.
@@ -26,6 +26,7 @@
 // and Predict() allocate nothing.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -62,13 +63,15 @@ struct InstanceLimits {
   std::int64_t min_prefill_tokens = 16;
   std::int64_t kv_tokens = std::int64_t{1} << 40;            // size of its KV cache
   double step_ms = std::numeric_limits<double>::infinity();  // of a step with decodes: the TBT SLO
+  double admit_ms = 0.0;  // of a step of decodes alone, with one that is to begin; at least step_ms
 
+  double MostToAdmitMs() const { return std::max(step_ms, admit_ms); }
   bool operator==(const InstanceLimits&) const = default;
 };
 
 // Throws std::invalid_argument, naming the field, unless max_requests, max_step_tokens and
-// kv_tokens are at least 1, min_prefill_tokens is not negative, none of them is above 2^40, and
-// step_ms is above 0.
+// kv_tokens are at least 1, min_prefill_tokens is not negative, none of them is above 2^40,
+// step_ms is above 0, and admit_ms is not negative.
 void Validate(const InstanceLimits& limits);
 
 // Times are absolute milliseconds; infinity: did not happen within the prediction.
