@@ -4,6 +4,7 @@ The C++ scheduler core; import it through `dynaserve.global_scheduler`.
 
 from collections.abc import Sequence
 import enum
+from typing import Final
 
 
 class BatchShape:
@@ -239,6 +240,33 @@ def choose_budget(table: ProfileTable, decodes: BatchShape, waiting: Sequence[Pr
     The prefill budget within the limits that costs least per token.
     ValueError: a limit is negative, or waiting work has no tokens.
     """
+
+class AdmissionMargin:
+    """
+    How far within the TBT SLO a step of decodes alone has to stay, by prediction, for one more of them to begin; follows what is late.
+    """
+
+    def __init__(self) -> None: ...
+
+    def observe(self, tokens: int, late: int, ended: int) -> None:
+        """
+        The tokens of a step but for the first ones of their requests, those of them that were late, and how many answers ended with it.
+        ValueError: not 0 <= late <= tokens, or ended is negative.
+        """
+
+    def share(self, sigma: float) -> float:
+        """
+        Of the SLO.  sigma: of the logarithm of measured over predicted latency.
+        """
+
+    @property
+    def sigmas(self) -> float: ...
+
+    MOST_SIGMAS: Final[float] = ...
+    """(arg: object, /) -> float"""
+
+    LEAST_SIGMAS: Final[float] = ...
+    """(arg: object, /) -> float"""
 
 def leaves_room_for_decode(table: ProfileTable, decodes: BatchShape, context_tokens: int, step_ms: float) -> bool:
     """

@@ -1,4 +1,7 @@
-"""How far ahead of its deadline a step has to end, by prediction, so that few tokens miss theirs."""
+"""How far ahead of its deadline a step has to end, by prediction, so that few tokens miss theirs.
+
+Who may begin is asked by another margin, that of a step of decodes alone: `dynaserve.step_latency.AdmissionMargin`.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,6 @@ class DeadlineMargin:
     def share(self, sigma: float) -> float:
         """Of the time that is left, what the prediction may take. sigma: of the logarithm of measured over predicted."""
         return max(LEAST_SHARE, math.exp(-self.sigmas * sigma))
-
-    def admitting_share(self, sigma: float) -> float:
-        """The same of a step of decodes alone, for who may begin. What was learnt from steps that mix prefill and decodes may allow more,
-        but not less than errors that are normally distributed: prompts would wait, begin all the same once they have waited too long,
-        and their decodes make steps late, from which more would be learnt."""
-        return max(LEAST_SHARE, math.exp(-min(self.sigmas, NORMAL_SIGMAS) * sigma))
 
     @property
     def late_share(self) -> float:

@@ -1,12 +1,13 @@
 """Latency of engine steps and the batch rule: what the front-end, the local scheduler and the simulator share.
 
 One of the two doors to `dynaserve._core`; the contracts are in `cpp_scheduler/include/dynaserve/` (`cost_model.h`,
-`profile_table.h`, `batch_rule.h`).
+`profile_table.h`, `batch_rule.h`, `admission_margin.h`).
 """
 
 from __future__ import annotations
 
 from dynaserve._core import (
+    AdmissionMargin,
     BatchLimits,
     BatchShape,
     BudgetReason,
@@ -28,6 +29,7 @@ __all__ = [
     "CONTEXT_BINS",
     "DECODE_BINS",
     "TOKEN_BINS",
+    "AdmissionMargin",
     "BatchLimits",
     "BatchShape",
     "BudgetReason",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from dynaserve.deadline_margin import DeadlineMargin
 from dynaserve.live_profile import LiveProfile
 from dynaserve.step_latency import (
+    AdmissionMargin,
     BatchLimits,
     BatchShape,
     BudgetReason,
@@ -72,7 +73,7 @@ class StepPlanner:
     a while would compute a few prompt tokens at the price of every decode's.
 
     unprofiled_prefill_tokens: beside decodes, while too few steps, or none as large, were measured to predict one. speculated_tokens:
-    of each decode, at most.
+    of each decode, at most. admission: follows what is late of all tokens, which the caller counts.
     """
 
     profile: LiveProfile
@@ -81,6 +82,7 @@ class StepPlanner:
     unprofiled_prefill_tokens: int
     margin: DeadlineMargin = field(default_factory=DeadlineMargin)
     speculated_tokens: int = 0
+    admission: AdmissionMargin = field(default_factory=AdmissionMargin)
     _spared: int = 0
 
     def observe(self, shape: BatchShape, plan: StepPlan, predicted_ms: float | None, measured_ms: float, draft_tokens: int = 0) -> None:
@@ -104,7 +106,7 @@ class StepPlanner:
         limits = BatchLimits(step_ms=limit_ms, max_tokens=self._most_tokens(decodes), min_prefill_tokens=self.min_prefill_tokens)
         budget: PrefillBudget = choose_budget(table, decodes.shape, waiting, limits)
         if budget.reason == BudgetReason.minimum_share and decodes.number and self._spared < SPARED_STEPS:
-            alone_ms, usual_ms = table.step_ms(decodes.shape), left_ms * self.margin.admitting_share(table.sigma)
+            alone_ms, usual_ms = table.step_ms(decodes.shape), left_ms * self.admission.share(table.sigma)
             if alone_ms <= left_ms and budget.step_ms > usual_ms:
                 self._spared += 1
                 return StepPlan(0, limit_ms, alone_ms, budget.reason, late=alone_ms > limit_ms)
@@ -128,7 +130,7 @@ class StepPlanner:
     def admitting_share(self) -> float | None:
         """Of the TBT SLO, what a step of decodes alone may take, with one that is to begin; None: nothing is predicted yet."""
         table = self.profile.table
-        return None if table is None else self.margin.admitting_share(table.sigma)
+        return None if table is None else self.admission.share(table.sigma)
 
     def prefill_ms(self, work: PrefillWork) -> float:
         """Of a prompt that is computed alone, in one step; 0 before anything was measured."""
@@ -152,7 +154,7 @@ class StepPlanner:
         Nothing is known to be too much before anything was measured.
         """
         table = self.profile.table
-        return table is None or self.decodes_ms(decodes, context_tokens) <= slo_ms * self.margin.admitting_share(table.sigma)
+        return table is None or self.decodes_ms(decodes, context_tokens) <= slo_ms * self.admission.share(table.sigma)
 
     def _unprofiled(self, decodes: RunningDecodes, waiting: Sequence[PrefillWork]) -> StepPlan:
         most = self.unprofiled_prefill_tokens if decodes.number else self.max_tokens

@@ -9,7 +9,7 @@ import pytest
 
 from dynaserve.deadline_margin import LATE_SHARE, MOST_LATE_SHARE, NORMAL_SIGMAS
 from dynaserve.live_profile import LEAST_SAMPLES, MOST_SAMPLES, WARM_UP_STEPS, LiveProfile
-from dynaserve.step_latency import BatchShape, BudgetReason, PrefillWork, ProfileTable, Roofline, prefill_pairs
+from dynaserve.step_latency import AdmissionMargin, BatchShape, BudgetReason, PrefillWork, ProfileTable, Roofline, prefill_pairs
 from dynaserve.step_planner import NO_DECODES, SPARED_STEPS, RunningDecodes, StepPlan, StepPlanner
 
 MACHINE = Roofline(overhead_ms=8.0, token_ms=0.25, knee_tokens=16.0, pair_ms=2e-5, decode_ms=0.3, context_ms=5e-4)
@@ -193,9 +193,61 @@ def test_errors_of_mixed_steps_do_not_keep_prompts_from_beginning() -> None:
     each.margin.sigmas = 5.0
     assert admitted() == usual
     each.margin.sigmas = 1.0
-    assert admitted() == most(100 * math.exp(-each.profile.table.sigma)) > usual
-    assert each.admitting_share == each.step_share == math.exp(-each.profile.table.sigma)
+    assert admitted() == usual
     assert planner().admitting_share is None
+
+
+def test_more_decodes_begin_while_few_tokens_are_late_and_fewer_once_many_are() -> None:
+    each = planner(ProfileTable(MACHINE))
+    assert each.profile.table is not None
+    sigma = each.profile.table.sigma
+
+    def admitted() -> int:
+        return max(number for number in range(1, 500) if each.fits(number, 500 * number, 100.0))
+
+    usual = admitted()
+    for step in range(20_000):
+        each.admission.observe(5, 0, step % 20 == 0)
+    assert each.admitting_share == pytest.approx(math.exp(-AdmissionMargin.LEAST_SIGMAS * sigma))
+    assert each.step_share == pytest.approx(math.exp(-NORMAL_SIGMAS * sigma)), "steps that prefill, too, have their own margin"
+    assert admitted() > usual
+    for step in range(100):
+        each.admission.observe(5, 5, step % 20 == 0)
+    assert admitted() == usual
+    assert each.admission.sigmas == AdmissionMargin.MOST_SIGMAS == NORMAL_SIGMAS
+
+
+@pytest.mark.parametrize("every", [50, 200])
+def test_the_margin_for_admission_follows_as_fast_as_decodes_are_replaced(every: int) -> None:
+    margin = AdmissionMargin()
+    for step in range(20_000):
+        margin.observe(10, 10, step % every == 0)
+    for step in range(10 * every):  # in which all ten are replaced
+        margin.observe(10, 0, step % every == 0)
+    assert AdmissionMargin.MOST_SIGMAS - margin.sigmas == pytest.approx(30.0 * 0.006, rel=0.2)
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.2])
+@pytest.mark.parametrize("answer_tokens", [20, 200, 1000])
+def test_requests_begin_as_long_as_few_tokens_are_late(sigma: float, answer_tokens: int) -> None:
+    """Decodes come and go, and there is always one that waits; each takes an equal part of a step."""
+    rng = random.Random(7)
+    margin, running, tokens, late, most = AdmissionMargin(), 0, 0, 0, 40
+    for _ in range(60 * answer_tokens + 20_000):
+        ended = sum(rng.random() < 1 / answer_tokens for _ in range(running))
+        running -= ended
+        while (running + 1) / most <= margin.share(sigma):
+            running += 1
+        is_late = running / most * rng.lognormvariate(0, sigma) > 1
+        margin.observe(running, running * is_late, ended)
+        tokens, late = tokens + running, late + running * is_late
+    assert 0.003 <= late / tokens <= 0.01
+
+
+@pytest.mark.parametrize(("tokens", "late", "ended"), [(3, 4, 0), (3, -1, 0), (-1, 0, 0), (3, 1, -2)])
+def test_more_late_tokens_than_there_are_are_refused(tokens: int, late: int, ended: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{late} late tokens of {tokens}, and {ended} answers that ended$"):
+        AdmissionMargin().observe(tokens, late, ended)
 
 
 def test_the_first_steps_of_an_engine_are_not_learnt() -> None:

@@ -103,5 +103,5 @@ def test_however_large_errors_are_a_step_may_take_some_of_its_time() -> None:
     margin = DeadlineMargin()
     for _ in range(100):
         margin.observe(5.0, 50.0, sigma=1.0)
-    assert margin.share(1.0) == margin.admitting_share(1.0) == LEAST_SHARE
+    assert margin.share(1.0) == LEAST_SHARE
     assert margin.share(0.05) > LEAST_SHARE

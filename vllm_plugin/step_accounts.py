@@ -156,11 +156,15 @@ class StepAccounts:
             self.log.add(report)
 
     def count_tokens(self, outputs: Iterable[EngineCoreOutputs], now_s: float) -> None:
-        token = self.deadlines.token
+        token, counts = self.deadlines.token, self.deadlines.counts
+        tokens, in_time, ended = counts.next_tokens, counts.next_tokens_in_time, 0
         for output in outputs:
             for answer in output.outputs:
+                ended += answer.finished
                 if answer.new_token_ids:
                     token(answer.request_id, len(answer.new_token_ids), now_s)
+        tokens, in_time = counts.next_tokens - tokens, counts.next_tokens_in_time - in_time
+        self.planner.admission.observe(tokens, tokens - in_time, ended)
 
     def take_report(self, now_s: float, prompts: Callable[[], list[PromptProgress]], *, resting: bool) -> BatchReport | None:
         """None: not now. prompts: asked if there is a report. resting: no step will follow soon."""

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "dynaserve/admission_margin.h"
 #include "dynaserve/batch_rule.h"
 #include "dynaserve/cost_model.h"
 #include "dynaserve/profile_table.h"
@@ -410,6 +411,19 @@ void BindBatchRule(nb::module_& m) {
       "table"_a, "decodes"_a, "waiting"_a, "limits"_a,
       "The prefill budget within the limits that costs least per token.\nValueError: a limit is "
       "negative, or waiting work has no tokens.");
+  nb::class_<AdmissionMargin>(m, "AdmissionMargin",
+                              "How far within the TBT SLO a step of decodes alone has to stay, by "
+                              "prediction, for one more of them to begin; follows what is late.")
+      .def(nb::init<>())
+      .def("observe", &AdmissionMargin::Observe, "tokens"_a, "late"_a, "ended"_a,
+           "The tokens of a step but for the first ones of their requests, those of them that were "
+           "late, and how many answers ended with it.\nValueError: not 0 <= late <= tokens, or "
+           "ended is negative.")
+      .def("share", &AdmissionMargin::Share, "sigma"_a,
+           "Of the SLO.  sigma: of the logarithm of measured over predicted latency.")
+      .def_prop_ro("sigmas", &AdmissionMargin::sigmas)
+      .def_ro_static("MOST_SIGMAS", &AdmissionMargin::kMostSigmas)
+      .def_ro_static("LEAST_SIGMAS", &AdmissionMargin::kLeastSigmas);
   m.def("leaves_room_for_decode", &LeavesRoomForDecode, "table"_a, "decodes"_a, "context_tokens"_a,
         "step_ms"_a,
         "Whether the decodes and one more of this context stay within the limit, by themselves.");

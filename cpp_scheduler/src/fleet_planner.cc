@@ -29,7 +29,7 @@ class Rates {
       : table_(table),
         limits_(limits),
         demand_(demand),
-        gathering_ms_(limits.step_ms / demand.gathering_cost),
+        gathering_ms_(limits.MostToAdmitMs() / demand.gathering_cost),
         free_(Beside(0, limits.step_ms)),
         most_(
             MostInAStep(Room(options.most_kv_share * limits.kv_tokens, demand.mean_context_tokens),
@@ -140,7 +140,7 @@ class Rates {
   }
 
   // Up to `most` decodes, as long as a step of them alone takes one that gathers at most
-  // limits.step_ms.
+  // limits.MostToAdmitMs().
   std::int64_t MostInAStep(std::int64_t most, double context_tokens) const {
     std::int64_t least = 0;
     while (least < most) {
@@ -162,13 +162,14 @@ class Rates {
   const ProfileTable& table_;
   const InstanceLimits& limits_;
   const FleetDemand& demand_;
-  const double gathering_ms_;     // limits_.step_ms, by the table's time where decodes are gathered
-  const double free_;             // of an instance without decodes
-  const std::int64_t most_;       // decodes that one instance gathers,
-  const std::int64_t most_kept_;  // and with how many it goes on
-  const double generated_;        // output tokens per millisecond, in steps of decodes alone,
-  const double most_load_;        // times that may be asked of it,
-  const double kept_load_;        // and times that, where it gathers already
+  const double
+      gathering_ms_;   // limits_.MostToAdmitMs(), by the table's time where decodes are gathered
+  const double free_;  // of an instance without decodes
+  const std::int64_t most_;         // decodes that one instance gathers,
+  const std::int64_t most_kept_;    // and with how many it goes on
+  const double generated_;          // output tokens per millisecond, in steps of decodes alone,
+  const double most_load_;          // times that may be asked of it,
+  const double kept_load_;          // and times that, where it gathers already
   const std::int64_t most_seated_;  // decodes of those that arrive, in its memory and seats,
   const double most_held_;          // and that it generates with all its memory or seats taken
   const double most_moved_;         // tokens per millisecond over the link of one instance

@@ -61,7 +61,7 @@ std::optional<Revision> GatherDecode(SplitSearch& search, const DecodingWhole& d
   if (!(found.kept_objective_ms > least_gain_ms)) return std::nullopt;
 
   Outcome goes = search.PriceDecoding(decoding.beta, rest, options, now_ms);
-  if (goes.decode_step_ms > to.limits().step_ms) return std::nullopt;
+  if (goes.decode_step_ms > to.limits().MostToAdmitMs()) return std::nullopt;
   const double to_queue_ms = to.PrefillFreeMs(now_ms) - now_ms;
   // As in Sketch::RunningMs(), a step beside prefill where anything waits for that.
   const bool steps_are_full = to_queue_ms > 0.0 && std::isfinite(to.limits().step_ms);

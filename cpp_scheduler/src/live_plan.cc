@@ -146,6 +146,7 @@ void LiveFleet::Plan(std::span<const InstanceLoad> accepting, double now_ms) {
   Smooth(census, now_ms);
   const FleetDemand demand = DemandOf(census, now_ms);
   census.limits.step_ms /= census.cost_scale;
+  census.limits.admit_ms /= census.cost_scale;
   PlannerOptions planner;
   planner.forced = options_.gathering;
   plan_ = PlanFleet(*table_, census.limits, demand, plan_.gathering, planner);
@@ -186,7 +187,7 @@ bool LiveFleet::HasRoom(Instance& gatherer, std::int64_t prompt_tokens, double n
   const InstanceLimits& limits = gatherer.limits;
   const ExecutionPredictor::Load load = gatherer.predictor->LoadThen(now_ms);
   if (plan_.is_short_of_steps &&
-      AtMeanAgeMs(gatherer, load.decodes + 1) > kMostHeld * limits.step_ms) {
+      AtMeanAgeMs(gatherer, load.decodes + 1) > kMostHeld * limits.MostToAdmitMs()) {
     return false;
   }
   return load.decodes < limits.max_requests &&

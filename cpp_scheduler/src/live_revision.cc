@@ -104,7 +104,7 @@ LiveFleet::Instance* LiveFleet::RoomiestGatherer(std::int64_t context_tokens, do
     if (decodes > instance.limits.max_requests) continue;
     const std::int64_t held = instance.predictor->LoadThen(now_ms).kv_tokens;
     if (held + context_tokens > instance.limits.kv_tokens) continue;
-    if (AtMeanAgeMs(instance, decodes) > instance.limits.step_ms) continue;
+    if (AtMeanAgeMs(instance, decodes) > instance.limits.MostToAdmitMs()) continue;
     roomiest = &instance;
     most = room;
     instance_id = id;

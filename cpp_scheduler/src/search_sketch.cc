@@ -21,7 +21,7 @@ constexpr double kMostPressure = 0.8;  // beyond, a queue would take for ever to
 double DecodesLateMs(const ExecutionPredictor& predictor, std::int64_t decodes,
                      const SearchOptions& options) {
   const double scale = predictor.cost_scale();
-  const double limit_ms = predictor.limits().step_ms;
+  const double limit_ms = predictor.limits().MostToAdmitMs();
   const auto step_ms = [&](std::int64_t count) {
     return scale * predictor.table().DecodesMs(count, options.mean_context_tokens);
   };

@@ -111,7 +111,7 @@ bool SimulatedInstance::CanResume(const SimulatedSequence& sequence) const {
   if (sequence.decodes() || options_.batching != Batching::kSlo) return true;
   const BatchShape decodes = DecodesLater();
   return decodes.decodes == 0 ||
-         LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * margin_);
+         LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * AdmittingShare());
 }
 
 // Those there are once all prefill is done that runs: one that ends in its prompt becomes none.
@@ -169,7 +169,8 @@ void SimulatedInstance::GatherPrefills() {
     const bool decodes_later = sequence.becomes_decode();
     if (options_.batching == Batching::kSlo && decodes_later && !sequence.decodes() &&
         decodes.decodes > 0 &&
-        !LeavesRoomForDecode(*table_, decodes, sequence.known, options_.slo_ms * margin_)) {
+        !LeavesRoomForDecode(*table_, decodes, sequence.known,
+                             options_.slo_ms * AdmittingShare())) {
       return;
     }
     const std::int64_t left = std::min(sequence.known, sequence.end) - sequence.computed;
@@ -191,6 +192,10 @@ std::int64_t SimulatedInstance::Budget() {
   // Alone, prompts go on.
   const std::int64_t least = shape_.decodes == 0 ? 1 : 0;
   return std::min(most, std::max(least, ChooseBudget(*table_, shape_, work_, limits).tokens));
+}
+
+double SimulatedInstance::AdmittingShare() const {
+  return admission_.Share(-std::log(margin_) / AdmissionMargin::kMostSigmas);
 }
 
 double SimulatedInstance::LimitMs() const {
@@ -257,6 +262,7 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
   use_.kv_token_ms += static_cast<double>(kv_used_) * step_ms;
   use_.most_kv_tokens = std::max(use_.most_kv_tokens, kv_used_);
   std::size_t kept = 0;
+  std::int64_t next_tokens = 0, late_tokens = 0, ended_answers = 0;
   for (std::size_t i = 0; i < running_.size(); ++i) {
     SimulatedSequence sequence = running_[i];
     if (chunk_[i] > 0) {
@@ -264,12 +270,17 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
       StepResult result{sequence, false, sequence.computed == sequence.end};
       if (sequence.computed == sequence.known && sequence.computed >= sequence.prompt) {
         result.sampled = true;
+        if (sequence.known > sequence.prompt) {
+          ++next_tokens;
+          late_tokens += now_ms > sequence.last_token_ms + options_.slo_ms;
+        }
         ++sequence.known;
         sequence.last_token_ms = now_ms;
         result.sequence = sequence;
       }
       results.push_back(result);
       if (result.ended) {
+        ended_answers += sequence.known > sequence.prompt;
         if (sequence.keeps_kv) {
           kept_kv_ += sequence.computed;
         } else {
@@ -281,6 +292,7 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
     running_[kept++] = sequence;
   }
   running_.resize(kept);
+  admission_.Observe(next_tokens, late_tokens, ended_answers);
 }
 
 }  // namespace dynaserve

@@ -23,7 +23,7 @@ constexpr double kGapGrowth = 1.005;
 constexpr std::size_t kGapBins = 4000;
 constexpr std::int64_t kOutlivedTokens = 20;  // the paper's prediction margin (section 5)
 // As in dynaserve/deadline_margin.py and dynaserve/request_placer.py: the least share of the time
-// that an instance plans with, and how the front-end follows what it is told of it.
+// that an instance plans with, and how the front-end follows what it is told of its shares.
 constexpr double kLeastShare = 0.4;
 constexpr double kShareGain = 0.1;
 constexpr double kShareTold = 0.03;
@@ -43,14 +43,31 @@ struct Event {
   }
 };
 
-// What the scheduler knows of the engine; margin: the share of the SLO that it plans with.
-InstanceLimits LimitsOf(const EngineOptions& engine, double margin) {
+// Of the SLO, what an instance lets steps take: those that prefill, too, and those of decodes alone
+// with one that is to begin.
+struct Shares {
+  double mixed;
+  double admitting;
+
+  void Toward(const Shares& other) {
+    mixed += kShareGain * (other.mixed - mixed);
+    admitting += kShareGain * (other.admitting - admitting);
+  }
+  bool Differ(const Shares& other) const {
+    return std::abs(mixed / other.mixed - 1.0) > kShareTold ||
+           std::abs(admitting / other.admitting - 1.0) > kShareTold;
+  }
+};
+
+// What the scheduler knows of the engine.
+InstanceLimits LimitsOf(const EngineOptions& engine, const Shares& shares) {
   InstanceLimits limits;
   limits.max_requests = engine.max_running;
   limits.max_step_tokens = engine.max_step_tokens;
   limits.min_prefill_tokens = engine.min_prefill_tokens;
   limits.kv_tokens = engine.kv_tokens;
-  limits.step_ms = engine.slo_ms * margin;
+  limits.step_ms = engine.slo_ms * shares.mixed;
+  limits.admit_ms = engine.slo_ms * shares.admitting;
   return limits;
 }
 
@@ -84,11 +101,13 @@ class Simulation {
       char id[16];
       std::snprintf(id, sizeof id, "%08u", static_cast<unsigned>(i));
       index_[id] = static_cast<std::uint32_t>(i);
-      scheduler_.Observe({id, true, LimitsOf(options.engine, options.engine.margin)});
       const auto at = static_cast<std::size_t>(i);
       instances_.emplace_back(Drifts() ? learnt_[at] : TableOf(at), options.engine);
       step_ms_.push_back(0.0);
       ids_.emplace_back(id);
+      heard_.push_back(SharesOf(at));
+      used_.push_back(heard_[at]);
+      scheduler_.Observe({id, true, LimitsOf(options.engine, used_[at])});
     }
     out_free_ms_.resize(count, 0.0);
     in_free_ms_.resize(count, 0.0);
@@ -96,8 +115,6 @@ class Simulation {
     reported_ms_.resize(count, 0.0);
     pending_.resize(count);
     kept_by_.resize(count);
-    heard_shares_.resize(count, options.engine.margin);
-    used_shares_.resize(count, options.engine.margin);
   }
 
   SimulationResult Run() {
@@ -209,9 +226,10 @@ class Simulation {
       learnt_[at].Observe(instances_[at].shape(), step_ms_[at]);
       const double share =
           std::pow(options_.engine.margin, learnt_[at].sigma() / options_.step_sigma);
-      SetShare(at, std::max(kLeastShare, share));
+      instances_[at].SetMargin(std::max(kLeastShare, share));
     }
     instances_[at].EndStep(now_ms_, step_ms_[at], results_);
+    if (predicts_ && TellsSteps()) TellShares(at);
     for (const StepResult& result : results_) {
       const std::uint32_t number = result.sequence.request;
       if (result.sampled) Token(number);
@@ -240,14 +258,16 @@ class Simulation {
 
   bool Drifts() const { return options_.drift_sigma > 0.0; }
 
+  Shares SharesOf(std::size_t at) const {
+    return {instances_[at].margin(), instances_[at].AdmittingShare()};
+  }
+
   // The scheduler is told what has lasted.
-  void SetShare(std::uint32_t at, double share) {
-    instances_[at].SetMargin(share);
-    double& heard = heard_shares_[at];
-    heard += kShareGain * (share - heard);
-    if (std::abs(heard / used_shares_[at] - 1.0) <= kShareTold) return;
-    used_shares_[at] = heard;
-    scheduler_.Observe({ids_[at], true, LimitsOf(options_.engine, heard)});
+  void TellShares(std::uint32_t at) {
+    heard_[at].Toward(SharesOf(at));
+    if (!heard_[at].Differ(used_[at])) return;
+    used_[at] = heard_[at];
+    scheduler_.Observe({ids_[at], true, LimitsOf(options_.engine, used_[at])});
   }
 
   // Of the logarithm of its steps' latencies, now.
@@ -454,8 +474,8 @@ class Simulation {
   std::vector<double> in_free_ms_;
   std::vector<Moving> moving_;  // by instance
   std::vector<double> reported_ms_;
-  std::vector<double> heard_shares_;  // by instance: of the SLO, smoothed,
-  std::vector<double> used_shares_;   // and what the scheduler goes by
+  std::vector<Shares> heard_;  // by instance: smoothed,
+  std::vector<Shares> used_;   // and what the scheduler goes by
   std::vector<Progress> progress_;
   std::vector<std::uint32_t> whole_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;

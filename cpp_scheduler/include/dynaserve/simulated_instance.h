@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "dynaserve/admission_margin.h"
 #include "dynaserve/batch_rule.h"
 #include "dynaserve/profile_table.h"
 
@@ -35,7 +36,9 @@ struct EngineOptions {
   std::int64_t kv_tokens = std::int64_t{1} << 40;
   std::int64_t min_prefill_tokens = 16;                     // read by kSlo
   double slo_ms = std::numeric_limits<double>::infinity();  // of a step with decodes; read by kSlo
-  double margin = 1.0;  // of the time left until a decode is due, the share a step may take; kSlo
+  // Of the time left until a decode is due, the share that a step may take; read by kSlo.  Who may
+  // begin is asked by the sigma that it stands for (AdmissionMargin::kMostSigmas of them).
+  double margin = 1.0;
 
   bool operator==(const EngineOptions&) const = default;
 };
@@ -108,6 +111,10 @@ class SimulatedInstance {
 
   // Replaces EngineOptions::margin, in (0, 1].
   void SetMargin(double margin) { margin_ = margin; }
+  double margin() const { return margin_; }
+
+  // Of the SLO, what a step of decodes alone may take with one that is to begin.
+  double AdmittingShare() const;
 
   // Those that were kept where they came from, and have begun here since the last call.
   std::vector<std::uint32_t> TakeBegun() { return std::exchange(begun_, {}); }
@@ -141,6 +148,7 @@ class SimulatedInstance {
   const ProfileTable* table_;
   const EngineOptions options_;
   double margin_;
+  AdmissionMargin admission_;
 
   std::deque<SimulatedSequence> waiting_;
   std::vector<SimulatedSequence> running_;  // in order of admission
