@@ -248,10 +248,10 @@ class AdmissionMargin:
 
     def __init__(self) -> None: ...
 
-    def observe(self, tokens: int, late: int, ended: int) -> None:
+    def observe(self, gaps: int, late: int, left: int) -> None:
         """
-        The tokens of a step but for the first ones of their requests, those of them that were late, and how many answers ended with it.
-        ValueError: not 0 <= late <= tokens, or ended is negative.
+        gaps: between tokens, that ended with a step; late: of these; left: decodes that will have no more of them here.
+        ValueError: not 0 <= late <= gaps, or left is negative.
         """
 
     def share(self, sigma: float) -> float:

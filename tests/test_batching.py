@@ -13,8 +13,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
 from dynaserve.messages import PromptProgress
-from dynaserve.step_latency import BatchShape, Roofline, prefill_pairs
+from dynaserve.step_latency import AdmissionMargin, BatchShape, Roofline, prefill_pairs
 from dynaserve.step_report import BatchReport, read_log
 from dynaserve.token_deadlines import TokenCounts
 from tests.virtual_engine import BLOCK, MACHINE, Engine
@@ -194,6 +196,54 @@ def test_a_prompt_waits_while_its_decode_would_break_the_slo(make: Callable[...,
     assert 1 < running < 60
     gaps = engine.gaps_ms()
     assert sum(gap <= 20.0 for gap in gaps) >= 0.9 * len(gaps)
+
+
+class Heard:
+    """What the margin of admission is told."""
+
+    def __init__(self, margin: AdmissionMargin) -> None:
+        self.gaps = self.late = self.left = 0
+        self._margin = margin
+
+    def share(self, sigma: float) -> float:
+        return self._margin.share(sigma)
+
+    def observe(self, gaps: int, late: int, left: int) -> None:
+        self.gaps, self.late, self.left = self.gaps + gaps, self.late + late, self.left + left
+        self._margin.observe(gaps, late, left)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_margin_of_admission_hears_of_each_gap_and_of_each_decode_that_left(make: Callable[..., Engine], *, pipelined: bool) -> None:
+    engine = make(tbt_slo_ms=100.0, pipelined=pipelined)
+    engine.learn()
+    planner = engine.scheduler.accounts.planner
+    assert planner.admission.sigmas < AdmissionMargin.MOST_SIGMAS, "none was late"
+    heard = planner.admission = Heard(planner.admission)
+    for name, tokens in (("three", 3), ("five", 5), ("one", 1), ("aborted", 500)):
+        engine.add(name, 30, tokens)
+    while len(engine.token_times_s.get("aborted", [])) < 9:
+        engine.step()
+    engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    engine.add("next", 30, 2)
+    engine.run()
+    assert heard.gaps == 2 + 4 + 0 + len(engine.token_times_s["aborted"]) - 1 + 1
+    assert (heard.late, heard.left) == (0, 4)
+    engine.slowness = 50.0
+    engine.add("late", 30, 4)
+    engine.run()
+    assert heard.late == 3
+
+
+def test_of_tokens_that_come_together_the_margin_of_admission_hears_one_gap(make: Callable[..., Engine]) -> None:
+    engine = make(draft_tokens=3)
+    engine.learn()
+    planner = engine.scheduler.accounts.planner
+    heard = planner.admission = Heard(planner.admission)
+    engine.add("r", 20, 200)
+    engine.run()
+    assert heard.gaps == len(set(engine.token_times_s["r"])) - 1 < 100
+    assert heard.left == 1
 
 
 def test_little_memory_preempts_and_loses_nothing(make: Callable[..., Engine]) -> None:

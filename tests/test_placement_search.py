@@ -610,6 +610,27 @@ def test_more_gather_where_those_that_do_are_full_and_the_rest_prefills_what_arr
     assert gathering(3.5 * free, 1.1) == 1, "two would not prefill what arrives"
 
 
+def test_who_gathers_holds_what_it_admits_not_what_leaves_room_for_prefill() -> None:
+    table = ProfileTable(A100)
+    mixed_ms = _decodes_ms(table, 20, 1000.0)
+    demand = FleetDemand(
+        instances=2,
+        decodes=60,
+        mean_context_tokens=1000.0,
+        prompt_tokens=2000,
+        prefill_rate=8.0,
+        output_rate=60 / _decodes_ms(table, 60, 1000.0) / 2,
+        answer_context_tokens=1000.0,
+    )
+
+    def plan(admit_ms: float) -> FleetPlan:
+        return plan_fleet(table, InstanceLimits(step_ms=mixed_ms, admit_ms=admit_ms), demand, 0, forced=1)
+
+    alike, more = plan(0.0), plan(_decodes_ms(table, 80, 1000.0))
+    assert plan(mixed_ms) == alike
+    assert more.prefill_rate > alike.prefill_rate, "of more decodes the other one is free"
+
+
 def test_a_plan_stays_while_another_is_hardly_better() -> None:
     table, limits = ProfileTable(A100), InstanceLimits(step_ms=50.0)
     chosen = {

@@ -262,7 +262,8 @@ def test_prompts_are_predicted_to_begin_where_the_instance_says_it_admits_them()
     placer = placer_of(Policy.dynamic)
     placer.remove("b")
     assert DESCRIPTION.tbt_slo_ms is not None
-    mixed = 0.9 * ROOFLINE.step_ms(BatchShape(decodes=8, decode_context_tokens=80)) / DESCRIPTION.tbt_slo_ms
+    waits_from = ROOFLINE.step_ms(BatchShape(decodes=8, decode_context_tokens=80)) / DESCRIPTION.tbt_slo_ms
+    mixed = 0.9 * waits_from
 
     def ttft_ms(admitting: float | None) -> float:
         for _ in range(100):
@@ -278,6 +279,8 @@ def test_prompts_are_predicted_to_begin_where_the_instance_says_it_admits_them()
     assert waits_ms > 1000.0
     assert ttft_ms(1.0) < 0.1 * waits_ms
     assert ttft_ms(mixed) == pytest.approx(waits_ms, rel=0.02)
+    mixed = 1.0
+    assert ttft_ms(0.9 * waits_from) == pytest.approx(waits_ms, rel=0.1), "also where it is the smaller one"
 
 
 def test_prompts_are_predicted_by_the_slo_of_the_instance_not_by_that_of_the_requests() -> None:

@@ -241,13 +241,13 @@ def test_requests_begin_as_long_as_few_tokens_are_late(sigma: float, answer_toke
         is_late = running / most * rng.lognormvariate(0, sigma) > 1
         margin.observe(running, running * is_late, ended)
         tokens, late = tokens + running, late + running * is_late
-    assert 0.003 <= late / tokens <= 0.01
+    assert 0.0045 <= late / tokens <= 0.01
 
 
-@pytest.mark.parametrize(("tokens", "late", "ended"), [(3, 4, 0), (3, -1, 0), (-1, 0, 0), (3, 1, -2)])
-def test_more_late_tokens_than_there_are_are_refused(tokens: int, late: int, ended: int) -> None:
-    with pytest.raises(ValueError, match=rf"^{late} late tokens of {tokens}, and {ended} answers that ended$"):
-        AdmissionMargin().observe(tokens, late, ended)
+@pytest.mark.parametrize(("gaps", "late", "left"), [(3, 4, 0), (3, -1, 0), (-1, 0, 0), (3, 1, -2)])
+def test_more_late_gaps_than_there_are_are_refused(gaps: int, late: int, left: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{late} late gaps of {gaps}, and {left} decodes that left$"):
+        AdmissionMargin().observe(gaps, late, left)
 
 
 def test_the_first_steps_of_an_engine_are_not_learnt() -> None:

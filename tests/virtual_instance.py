@@ -144,7 +144,7 @@ class SteppingInstance:
         own = request.context if request.resumes else request.whole_context
         decoding = [held for held, decodes in ahead if decodes]
         shape = BatchShape(decodes=len(decoding), decode_context_tokens=sum(decoding))
-        limit_ms = max(self.limits.step_ms, self.limits.admit_ms) / self.cost_scale
+        limit_ms = (self.limits.admit_ms or self.limits.step_ms) / self.cost_scale
         return (
             len(ahead) < self.limits.max_requests
             and sum(held for held, _ in ahead) + own <= self.limits.kv_tokens

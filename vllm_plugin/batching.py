@@ -368,6 +368,7 @@ class SloScheduler(ResumingFirst):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._ended.append(request.request_id)  # its last tokens may still have to be counted
+        self.accounts.left_decodes += request.num_output_tokens > 1
         return super()._free_request(request, *args, **kwargs)
 
     def _forget_ended(self) -> None:

@@ -60,13 +60,14 @@ class _Ended:
 @dataclass
 class StepAccounts:
     """planner: learns. keeper: saves what it learnt; None: nobody does. log: gets each step; None: there is none. timed_on_device:
-    workers tell how long steps took (`StepTimer`)."""
+    workers tell how long steps took (`StepTimer`). left_decodes: that ended, or went on elsewhere, since tokens were counted."""
 
     planner: StepPlanner
     keeper: ProfileKeeper | None = None
     log: StepLog | None = None
     timed_on_device: bool = False
     deadlines: TokenDeadlines = field(default_factory=TokenDeadlines)
+    left_decodes: int = 0
     _reporter: StepReporter = field(default_factory=StepReporter)
     _under_way: deque[_UnderWay] = field(default_factory=deque)
     _last_end_s: float = 0.0
@@ -157,14 +158,14 @@ class StepAccounts:
 
     def count_tokens(self, outputs: Iterable[EngineCoreOutputs], now_s: float) -> None:
         token, counts = self.deadlines.token, self.deadlines.counts
-        tokens, in_time, ended = counts.next_tokens, counts.next_tokens_in_time, 0
+        late, gaps = counts.next_tokens - counts.next_tokens_in_time, 0
         for output in outputs:
             for answer in output.outputs:
-                ended += answer.finished
                 if answer.new_token_ids:
+                    gaps += answer.request_id in self.deadlines.next_due_s
                     token(answer.request_id, len(answer.new_token_ids), now_s)
-        tokens, in_time = counts.next_tokens - tokens, counts.next_tokens_in_time - in_time
-        self.planner.admission.observe(tokens, tokens - in_time, ended)
+        left, self.left_decodes = self.left_decodes, 0
+        self.planner.admission.observe(gaps, counts.next_tokens - counts.next_tokens_in_time - late, left)
 
     def take_report(self, now_s: float, prompts: Callable[[], list[PromptProgress]], *, resting: bool) -> BatchReport | None:
         """None: not now. prompts: asked if there is a report. resting: no step will follow soon."""

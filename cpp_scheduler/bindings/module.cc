@@ -415,10 +415,9 @@ void BindBatchRule(nb::module_& m) {
                               "How far within the TBT SLO a step of decodes alone has to stay, by "
                               "prediction, for one more of them to begin; follows what is late.")
       .def(nb::init<>())
-      .def("observe", &AdmissionMargin::Observe, "tokens"_a, "late"_a, "ended"_a,
-           "The tokens of a step but for the first ones of their requests, those of them that were "
-           "late, and how many answers ended with it.\nValueError: not 0 <= late <= tokens, or "
-           "ended is negative.")
+      .def("observe", &AdmissionMargin::Observe, "gaps"_a, "late"_a, "left"_a,
+           "gaps: between tokens, that ended with a step; late: of these; left: decodes that will "
+           "have no more of them here.\nValueError: not 0 <= late <= gaps, or left is negative.")
       .def("share", &AdmissionMargin::Share, "sigma"_a,
            "Of the SLO.  sigma: of the logarithm of measured over predicted latency.")
       .def_prop_ro("sigmas", &AdmissionMargin::sigmas)

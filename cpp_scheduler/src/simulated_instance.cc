@@ -29,9 +29,21 @@ void Validate(const EngineOptions& options) {
   }
 }
 
+namespace {
+
+// Of the errors for which this share is the margin of steps that prefill.
+double SigmaOf(double margin) { return -std::log(margin) / AdmissionMargin::kMostSigmas; }
+
+}  // namespace
+
 SimulatedInstance::SimulatedInstance(const ProfileTable& table, const EngineOptions& options)
-    : table_(&table), options_(options), margin_(options.margin) {
+    : table_(&table), options_(options), margin_(options.margin), sigma_(SigmaOf(options.margin)) {
   Validate(options);
+}
+
+void SimulatedInstance::SetMargin(double margin) {
+  margin_ = std::max(AdmissionMargin::kLeastShare, margin);
+  sigma_ = SigmaOf(margin);
 }
 
 void SimulatedInstance::Add(const SimulatedSequence& sequence) {
@@ -195,7 +207,7 @@ std::int64_t SimulatedInstance::Budget() {
 }
 
 double SimulatedInstance::AdmittingShare() const {
-  return admission_.Share(-std::log(margin_) / AdmissionMargin::kMostSigmas);
+  return admission_.Share(sigma_);
 }
 
 double SimulatedInstance::LimitMs() const {
@@ -262,7 +274,7 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
   use_.kv_token_ms += static_cast<double>(kv_used_) * step_ms;
   use_.most_kv_tokens = std::max(use_.most_kv_tokens, kv_used_);
   std::size_t kept = 0;
-  std::int64_t next_tokens = 0, late_tokens = 0, ended_answers = 0;
+  std::int64_t gaps = 0, late = 0, left = 0;
   for (std::size_t i = 0; i < running_.size(); ++i) {
     SimulatedSequence sequence = running_[i];
     if (chunk_[i] > 0) {
@@ -271,8 +283,8 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
       if (sequence.computed == sequence.known && sequence.computed >= sequence.prompt) {
         result.sampled = true;
         if (sequence.known > sequence.prompt) {
-          ++next_tokens;
-          late_tokens += now_ms > sequence.last_token_ms + options_.slo_ms;
+          ++gaps;
+          late += now_ms > sequence.last_token_ms + options_.slo_ms;
         }
         ++sequence.known;
         sequence.last_token_ms = now_ms;
@@ -280,7 +292,7 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
       }
       results.push_back(result);
       if (result.ended) {
-        ended_answers += sequence.known > sequence.prompt;
+        left += sequence.becomes_decode();
         if (sequence.keeps_kv) {
           kept_kv_ += sequence.computed;
         } else {
@@ -292,7 +304,7 @@ void SimulatedInstance::EndStep(double now_ms, double step_ms, std::vector<StepR
     running_[kept++] = sequence;
   }
   running_.resize(kept);
-  admission_.Observe(next_tokens, late_tokens, ended_answers);
+  admission_.Observe(gaps, late, left);
 }
 
 }  // namespace dynaserve

@@ -22,9 +22,7 @@ constexpr double kLeastGapMs = 0.1;
 constexpr double kGapGrowth = 1.005;
 constexpr std::size_t kGapBins = 4000;
 constexpr std::int64_t kOutlivedTokens = 20;  // the paper's prediction margin (section 5)
-// As in dynaserve/deadline_margin.py and dynaserve/request_placer.py: the least share of the time
-// that an instance plans with, and how the front-end follows what it is told of its shares.
-constexpr double kLeastShare = 0.4;
+// As in dynaserve/request_placer.py: how the front-end follows what it is told of shares.
 constexpr double kShareGain = 0.1;
 constexpr double kShareTold = 0.03;
 // As in vllm_plugin/fleet_client.py: of the time until a hand-off, before it is predicted again.
@@ -226,7 +224,7 @@ class Simulation {
       learnt_[at].Observe(instances_[at].shape(), step_ms_[at]);
       const double share =
           std::pow(options_.engine.margin, learnt_[at].sigma() / options_.step_sigma);
-      instances_[at].SetMargin(std::max(kLeastShare, share));
+      instances_[at].SetMargin(share);
     }
     instances_[at].EndStep(now_ms_, step_ms_[at], results_);
     if (predicts_ && TellsSteps()) TellShares(at);

@@ -41,8 +41,8 @@ dynamic:gather=K and exhaustive:gather=K, where K instances gather decodes whate
 the first half of the instances begins all requests.
 
 Not modelled: prefix caches, the front-end's time; of the local scheduler its order by TTFT SLO and overtaking, its ten seconds of
-patience and how its margin follows errors: the simulator is first come, first served, with a margin by --step-sigma, and with
---drift-sigma by what instances have learnt.
+patience and how its margin for steps that prefill follows errors: the simulator is first come, first served, with a margin by
+--step-sigma, and with --drift-sigma by what instances have learnt.
 
 exit status: 0 reported; 1 with --capacity, not even the least rate passed; 2 bad option."""
 

@@ -26,7 +26,6 @@
 // and Predict() allocate nothing.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -63,9 +62,9 @@ struct InstanceLimits {
   std::int64_t min_prefill_tokens = 16;
   std::int64_t kv_tokens = std::int64_t{1} << 40;            // size of its KV cache
   double step_ms = std::numeric_limits<double>::infinity();  // of a step with decodes: the TBT SLO
-  double admit_ms = 0.0;  // of a step of decodes alone, with one that is to begin; at least step_ms
+  double admit_ms = 0.0;  // of a step of decodes alone, with one that is to begin; 0: step_ms
 
-  double MostToAdmitMs() const { return std::max(step_ms, admit_ms); }
+  double MostToAdmitMs() const { return admit_ms > 0.0 ? admit_ms : step_ms; }
   bool operator==(const InstanceLimits&) const = default;
 };
 

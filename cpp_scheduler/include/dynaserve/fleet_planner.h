@@ -75,11 +75,11 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
                    double mean_context_tokens, std::int64_t prompt_tokens);
 
 // The plan of the highest prefill rate.  A gathering instance holds as many decodes as it has seats
-// and KV memory for, and as a step of them alone takes at most limits.step_ms; those beyond run on
-// the others.  Its steps are as short as its seats and memory ask for, to generate what arrives.
+// and KV memory for, and as a step of them alone takes at most limits.MostToAdmitMs(); those beyond
+// run on the others.  Its steps are as short as its seats and memory ask for, to generate what arrives.
 // Nothing is gathered where those instances would not keep up with the answers, in steps of at most
-// limits.step_ms; they are short of room where seats and KV memory do not suffice to generate what
-// arrives, and short of steps where those of limits.step_ms do not, of decodes alone, and prompts
+// limits.MostToAdmitMs(); they are short of room where seats and KV memory do not suffice to generate what
+// arrives, and short of steps where such steps do not, of decodes alone, and prompts
 // are not what the fleet lacks.  No number of them is taken which answers fill to nine tenths if
 // the fleet prefills all that arrives with one more.  What the others prefill has to be moved to
 // the gathering instances: no more of it counts than the links carry. `current` (its number of

@@ -109,8 +109,9 @@ class SimulatedInstance {
   // Requires that the step before it was ended.
   double BeginStep(double now_ms);
 
-  // Replaces EngineOptions::margin, in (0, 1].
-  void SetMargin(double margin) { margin_ = margin; }
+  // Replaces EngineOptions::margin, in (0, 1]; a step may take AdmissionMargin::kLeastShare in any
+  // case.
+  void SetMargin(double margin);
   double margin() const { return margin_; }
 
   // Of the SLO, what a step of decodes alone may take with one that is to begin.
@@ -148,6 +149,7 @@ class SimulatedInstance {
   const ProfileTable* table_;
   const EngineOptions options_;
   double margin_;
+  double sigma_;
   AdmissionMargin admission_;
 
   std::deque<SimulatedSequence> waiting_;
