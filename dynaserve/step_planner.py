@@ -50,7 +50,7 @@ class RunningDecodes:
 KNOWN_GROWTH = 2
 """Times the largest step that was measured: what is far beyond it is guessed, from steps that may all have been small."""
 SPARED_STEPS = 9
-"""In a row, at most, that are without prefill where the least of it is too much by the margin of admission, and decodes alone are in time."""
+"""In a row, at most, that are without prefill where the least of it is too much by admission's margin, and decodes alone are in time."""
 _AT_LIMIT = (BudgetReason.step_limit, BudgetReason.efficiency, BudgetReason.minimum_share)
 NO_DECODES = RunningDecodes(0, 0, math.inf)
 
@@ -69,8 +69,8 @@ class StepPlan:
 @dataclass
 class StepPlanner:
     """max_tokens: of one step. min_prefill_tokens: taken even when decodes alone miss their deadline; where they alone keep it, and
-    not with the margin of admission beside so much prefill, in each tenth step only (reason minimum_share, no tokens): a machine that is slow for
-    a while would compute a few prompt tokens at the price of every decode's.
+    not with admission's margin beside so much prefill, in each tenth step only (reason minimum_share, no tokens): a machine that is slow
+    for a while would compute a few prompt tokens at the price of every decode's.
 
     unprofiled_prefill_tokens: beside decodes, while too few steps, or none as large, were measured to predict one. speculated_tokens:
     of each decode, at most. admission: follows what is late of all tokens, which the caller counts.

@@ -206,9 +206,7 @@ std::int64_t SimulatedInstance::Budget() {
   return std::min(most, std::max(least, ChooseBudget(*table_, shape_, work_, limits).tokens));
 }
 
-double SimulatedInstance::AdmittingShare() const {
-  return admission_.Share(sigma_);
-}
+double SimulatedInstance::AdmittingShare() const { return admission_.Share(sigma_); }
 
 double SimulatedInstance::LimitMs() const {
   if (shape_.decodes > 0) return std::max(0.0, (due_ms_ - now_ms_) * margin_);

@@ -58,8 +58,8 @@ class AdmissionMargin {
   static constexpr double kLateShare = 0.006;
   // Standard deviations, where all gaps are late while all decodes are replaced once.
   static constexpr double kGain = 30.0;
-  static constexpr double kLeastGenerationSteps = 150.0;   // else single steps would decide
-  static constexpr double kMostGenerationSteps = 3000.0;   // else nothing would change any more
+  static constexpr double kLeastGenerationSteps = 150.0;  // else single steps would decide
+  static constexpr double kMostGenerationSteps = 3000.0;  // else nothing would change any more
   static constexpr double kKept = 1.0 - 1.0 / 2000.0;     // of what was, with each step
 
   double sigmas_ = kMostSigmas;

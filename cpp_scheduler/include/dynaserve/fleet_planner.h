@@ -76,15 +76,15 @@ double PrefillRate(const ProfileTable& table, const InstanceLimits& limits, std:
 
 // The plan of the highest prefill rate.  A gathering instance holds as many decodes as it has seats
 // and KV memory for, and as a step of them alone takes at most limits.MostToAdmitMs(); those beyond
-// run on the others.  Its steps are as short as its seats and memory ask for, to generate what arrives.
-// Nothing is gathered where those instances would not keep up with the answers, in steps of at most
-// limits.MostToAdmitMs(); they are short of room where seats and KV memory do not suffice to generate what
-// arrives, and short of steps where such steps do not, of decodes alone, and prompts
-// are not what the fleet lacks.  No number of them is taken which answers fill to nine tenths if
-// the fleet prefills all that arrives with one more.  What the others prefill has to be moved to
-// the gathering instances: no more of it counts than the links carry. `current` (its number of
-// gathering instances) stays unless another plan gains least_gain, or it gains less than least_kept
-// itself. Above 32 instances the numbers tried are 32, spread geometrically.
+// run on the others.  Its steps are as short as its seats and memory ask for, to generate what
+// arrives. Nothing is gathered where those instances would not keep up with the answers, in steps
+// of at most limits.MostToAdmitMs(); they are short of room where seats and KV memory do not
+// suffice to generate what arrives, and short of steps where such steps do not, of decodes alone,
+// and prompts are not what the fleet lacks.  No number of them is taken which answers fill to nine
+// tenths if the fleet prefills all that arrives with one more.  What the others prefill has to be
+// moved to the gathering instances: no more of it counts than the links carry. `current` (its
+// number of gathering instances) stays unless another plan gains least_gain, or it gains less than
+// least_kept itself. Above 32 instances the numbers tried are 32, spread geometrically.
 FleetPlan PlanFleet(const ProfileTable& table, const InstanceLimits& limits,
                     const FleetDemand& demand, std::int64_t current,
                     const PlannerOptions& options = {});
