@@ -19,7 +19,7 @@ class AdmissionMargin {
  public:
   // What 4 in a thousand of normally distributed errors exceed, in standard deviations.
   static constexpr double kMostSigmas = 2.65;
-  static constexpr double kLeastSigmas = 1.0;
+  static constexpr double kLeastSigmas = 1.65;  // 5 in a hundred
   // Of the SLO, however large errors are: they are none of chance then.
   static constexpr double kLeastShare = 0.4;
 
@@ -55,9 +55,9 @@ class AdmissionMargin {
  private:
   // One in a hundred is promised; by dynaserve/deadline_margin.py four in a thousand are late of
   // steps that prefill, too.
-  static constexpr double kLateShare = 0.006;
+  static constexpr double kLateShare = 0.005;
   // Standard deviations, where all gaps are late while all decodes are replaced once.
-  static constexpr double kGain = 30.0;
+  static constexpr double kGain = 60.0;
   static constexpr double kLeastGenerationSteps = 150.0;  // else single steps would decide
   static constexpr double kMostGenerationSteps = 3000.0;  // else nothing would change any more
   static constexpr double kKept = 1.0 - 1.0 / 2000.0;     // of what was, with each step
