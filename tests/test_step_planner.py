@@ -224,7 +224,7 @@ def test_the_margin_for_admission_follows_as_fast_as_decodes_are_replaced(every:
         margin.observe(10, 10, step % every == 0)
     for step in range(10 * every):  # in which all ten are replaced
         margin.observe(10, 0, step % every == 0)
-    assert AdmissionMargin.MOST_SIGMAS - margin.sigmas == pytest.approx(10 * 60.0 * 0.005 / 10, rel=0.2)
+    assert AdmissionMargin.MOST_SIGMAS - margin.sigmas == pytest.approx(60.0 * 0.005, rel=0.2)
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.2])
